@@ -1,0 +1,315 @@
+"""The command line: `hf-treespec demo`, `generate`, `verify`, `train`."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+app = typer.Typer(
+    name="hf-treespec",
+    help="Lossless speculative decoding for transformers, with draft trees.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+train_app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
+app.add_typer(train_app, name="train")
+
+
+class Shape(StrEnum):
+    """What is verified in a round."""
+
+    tree = "tree"
+    chain = "chain"
+
+
+class Precision(StrEnum):
+    """Floating-point formats a model can be loaded in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+    def torch_dtype(self) -> torch.dtype | None:
+        """The torch dtype; None = the checkpoint's own."""
+        import torch
+
+        return None if self is Precision.auto else getattr(torch, self.value)
+
+
+TargetArgument = Annotated[str, typer.Argument(help="Target model: Hub id, path, or `embedded`.")]
+DrafterArgument = Annotated[str, typer.Argument(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")]
+BudgetOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Rows verified in a round, the root included; the drafter's default if not set."),
+]
+ShapeOption = Annotated[Shape | None, typer.Option(help="Verify a draft tree or a single chain.")]
+DepthOption = Annotated[int | None, typer.Option(min=1, help="Most depths to draft; all the drafter has if not set.")]
+MaxNewTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the random generators.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="Device such as `cpu` or `cuda:0`; the GPU, where there is one, if not set.")
+]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option("--chat/--no-chat", help="Put the prompt into the chat template; done if the tokenizer has one."),
+]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")]
+TopKOption = Annotated[int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 = among all.")]
+TopPOption = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this mass.")]
+MinPOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Drop tokens below this share of the best one's probability."),
+]
+RepetitionPenaltyOption = Annotated[float, typer.Option(min=0.0, help="Penalty on tokens seen before; 1 = none.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        typer.echo(version("hf-treespec"))
+    except PackageNotFoundError:
+        typer.echo("unknown (not installed)")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _fail(error: Exception) -> typer.Exit:
+    typer.echo(f"Error: {error}", err=True)
+    return typer.Exit(2)
+
+
+def _load(target: str, drafter: str, dtype: Precision, device: str | None, **options: Any) -> tuple[Any, Any, Any]:
+    """Target, drafter with the options that are set, tokenizer."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from .evaluation.loading import load_pair
+
+    disable_progress_bar()
+    try:
+        model, assistant, tokenizer = load_pair(target, drafter, dtype=dtype.torch_dtype(), device=device)
+        return model, assistant.with_options(**{k: v for k, v in options.items() if v is not None}), tokenizer
+    except (OSError, ValueError) as error:
+        raise _fail(error) from None
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    if chat is None:
+        chat = tokenizer.chat_template is not None
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    if encoded["input_ids"].shape[1] == 0:
+        raise typer.BadParameter("the prompt has no tokens")
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def _sampling(
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+) -> dict[str, Any]:
+    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": repetition_penalty}
+    if temperature > 0:
+        options |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return options
+
+
+@app.command()
+def demo(
+    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each way of decoding runs on each prompt.")] = 5,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; all if not set.")] = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    show: Annotated[int, typer.Option(min=0, help="Prompts whose text is streamed before the timing.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    seed: SeedOption = 0,
+) -> None:
+    """Write Python with the models in the package: the same tokens as plain decoding, and how much faster.
+
+    Needs no download and no GPU. Exits with 1 if an output differs from plain decoding.
+    """
+    from rich.console import Console
+
+    from .evaluation.demo import run_demo
+
+    console = Console()
+    try:
+        identical = run_demo(
+            console,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            show=show,
+            threads=threads,
+            seed=seed,
+            json_path=json,
+        )
+    except FileNotFoundError as error:
+        raise _fail(error) from None
+    raise typer.Exit(0 if identical else 1)
+
+
+@app.command()
+def generate(
+    target: TargetArgument = "embedded",
+    drafter: DrafterArgument = "embedded",
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Prompt; standard input if not set.")] = None,
+    chat: ChatOption = None,
+    max_new_tokens: MaxNewTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    seed: SeedOption = 0,
+    budget: BudgetOption = None,
+    shape: ShapeOption = None,
+    depth: DepthOption = None,
+    dtype: Annotated[Precision, typer.Option(help="Format of the weights; the checkpoint's own by default.")] = (
+        Precision.auto
+    ),
+    device: DeviceOption = None,
+    report: Annotated[bool, typer.Option(help="Print the report of the call to standard error.")] = True,
+) -> None:
+    """Continue a prompt, streaming the text to standard output."""
+    import torch
+    from transformers import TextStreamer
+
+    text = sys.stdin.read() if prompt is None else prompt
+    model, assistant, tokenizer = _load(target, drafter, dtype, device, budget=budget, shape=shape, depth=depth)
+    inputs = _encode(tokenizer, text, chat, model.device)
+    torch.manual_seed(seed)
+    try:
+        model.generate(
+            **inputs,
+            assistant_model=assistant,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            max_new_tokens=max_new_tokens,
+            **_sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        )
+    except ValueError as error:
+        raise _fail(error) from None
+    if report:
+        typer.echo(str(assistant.last_report), err=True)
+
+
+@app.command()
+def verify(
+    target: TargetArgument,
+    drafter: DrafterArgument,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Prompt, may be repeated; standard input if not set.")
+    ] = None,
+    chat: ChatOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampled comparison; 0 leaves it out.")] = 0.8,
+    seed: SeedOption = 0,
+    budget: BudgetOption = None,
+    shape: ShapeOption = None,
+    depth: DepthOption = None,
+    dtype: Annotated[
+        Precision, typer.Option(help="Format of the weights; in float32 only true ties can differ.")
+    ] = Precision.float32,
+    device: DeviceOption = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Score difference below which two tokens tie; 1e-4 in float32 if not set."),
+    ] = None,
+) -> None:
+    """Compare assisted with plain decoding, token for token: greedy, and sampled from the same seed.
+
+    Exits with 0 if everything is identical, rounding ties apart, and with 1 otherwise.
+    """
+    from rich.console import Console
+
+    from .evaluation.verification import verify as compare
+
+    texts = prompt or [sys.stdin.read()]
+    model, assistant, tokenizer = _load(target, drafter, dtype, device, budget=budget, shape=shape, depth=depth)
+    regimes = {"greedy": _sampling(0.0)}
+    if temperature > 0:
+        regimes[f"sampled, temperature {temperature:g}, seed {seed}"] = _sampling(temperature)
+    console = Console(soft_wrap=True, highlight=False)
+    passed = True
+    for text in texts:
+        inputs = _encode(tokenizer, text, chat, model.device)
+        console.print(repr(_shorten(text)), style="bold", markup=False)
+        for title, options in regimes.items():
+            try:
+                result = compare(
+                    model,
+                    assistant,
+                    inputs,
+                    seed=seed,
+                    tolerance=tolerance,
+                    max_new_tokens=max_new_tokens,
+                    **options,
+                )
+            except ValueError as error:
+                raise _fail(error) from None
+            passed &= result.passed
+            summary = f"{result.new_tokens} tokens"
+            if result.report is not None:
+                summary += (
+                    f", {result.report.target_forwards} target forwards, τ {result.report.acceptance_length:.2f}"
+                )
+            if result.identical:
+                console.print(f"  {title}: [green]identical[/], {summary}")
+            for difference in result.differences:
+                colour = "yellow" if difference.verdict == "tie" else "bold red"
+                console.print(
+                    f"  {title}: first difference at new token {difference.position} of {summary}\n"
+                    f"    plain {_token(tokenizer, difference.expected)}, "
+                    f"assisted {_token(tokenizer, difference.actual)}\n"
+                    f"    plain's best score leads its second by {difference.gap:.2e} and the other token by "
+                    f"{difference.margin:.2e} (ties are below {difference.tolerance:.2e}): "
+                    f"[{colour}]{difference.verdict}[/]"
+                )
+    raise typer.Exit(0 if passed else 1)
+
+
+def _shorten(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, token: int | None) -> str:
+    from rich.markup import escape
+
+    return "has ended" if token is None else f"{token} {escape(repr(tokenizer.decode([token])))}"
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

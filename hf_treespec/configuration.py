@@ -1,0 +1,58 @@
+"""Every decoding option in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class TreeSpecConfig:
+    """Options of tree-speculative decoding.
+
+    Where the same option is given twice, `GenerationConfig(treespec=…)` wins over the drafter's own
+    `treespec_config`. Nothing here changes which tokens come out, only how fast they do.
+
+    Attributes:
+        budget: Rows verified in a round, the root included; at least 1 (1 is plain decoding).
+        shape: `"tree"` verifies the best-first tree, `"chain"` only the drafter's single best continuation.
+        depth: Most depths to draft; None = all the drafter has. `num_assistant_tokens` of a generation config means
+            the same.
+        drafter_temperature: Temperature of the drafter's own distributions; above 0. It moves acceptance only.
+        draft_window: Most recent context positions the drafter attends to; None = the drafter's own default.
+        on_unsupported: What to do with a request that cannot be served: `"raise"` a named error before prefill, or
+            decode it the `"plain"` way with one warning.
+    """
+
+    budget: int = 16
+    shape: Literal["tree", "chain"] = "tree"
+    depth: int | None = None
+    drafter_temperature: float = 1.0
+    draft_window: int | None = None
+    on_unsupported: Literal["raise", "plain"] = "raise"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
+            raise ValueError(f"`budget` counts verified rows with the root and must be an integer >= 1, got {self.budget!r}.")
+        if self.shape not in ("tree", "chain"):
+            raise ValueError(f"`shape` must be 'tree' or 'chain', got {self.shape!r}.")
+        if self.depth is not None and self.depth < 1:
+            raise ValueError(f"`depth` must be None or at least 1, got {self.depth!r}.")
+        if not self.drafter_temperature > 0:
+            raise ValueError(f"`drafter_temperature` must be above 0, got {self.drafter_temperature!r}.")
+        if self.draft_window is not None and self.draft_window < 1:
+            raise ValueError(f"`draft_window` must be None or at least 1, got {self.draft_window!r}.")
+        if self.on_unsupported not in ("raise", "plain"):
+            raise ValueError(f"`on_unsupported` must be 'raise' or 'plain', got {self.on_unsupported!r}.")
+
+    def with_options(self, **options: Any) -> TreeSpecConfig:
+        """A copy with some options replaced.
+
+        Raises:
+            TypeError: An option does not exist.
+        """
+        known = {field.name for field in fields(self)}
+        unknown = sorted(options.keys() - known)
+        if unknown:
+            raise TypeError(f"Unknown option(s) {', '.join(unknown)}; the options are {', '.join(sorted(known))}.")
+        return replace(self, **options)

@@ -1,0 +1,7 @@
+"""Decoding with draft trees: one room for each step of a round."""
+
+from .integration import install, uninstall
+from .report import GenerationReport
+from .support import UnsupportedRequest
+
+__all__ = ["GenerationReport", "UnsupportedRequest", "install", "uninstall"]

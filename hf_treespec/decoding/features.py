@@ -1,0 +1,145 @@
+"""Records the target's features: the outputs of the decoder layers a drafter reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..drafters.base import DraftSession
+
+_RECORDING: ContextVar[FeatureRecorder | None] = ContextVar("treespec_recording", default=None)
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's stack of decoder layers.
+
+    Raises:
+        ValueError: The target has no `get_decoder().layers`.
+    """
+    layers = getattr(target.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"A drafter reads hidden states from the target's decoder layers, but {type(target).__name__} has no "
+            "`get_decoder().layers`. Decode this target without a drafter."
+        )
+    return layers
+
+
+class FeatureRecorder:
+    """Listens to the feature layers during our own forwards, and only then.
+
+    The hooks belong to one `generate` call; a context variable arms them, so a forward of the same target from another
+    thread, or from inside a logits processor, passes unrecorded.
+    """
+
+    def __init__(self, target: PreTrainedModel, session: DraftSession) -> None:
+        layers = decoder_layers(target)
+        self._session = session
+        self._last: torch.Tensor | None = None
+        self._raw: dict[int, torch.Tensor] = {}
+        self._fused: list[torch.Tensor] | None = None
+        self._handles = [
+            layers[layer].register_forward_hook(self._hook(index)) for index, layer in enumerate(session.feature_layers)
+        ]
+        self._handles.append(layers[-1].register_forward_hook(self._keep_last))
+
+    def _hook(self, index: int) -> Any:
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            if _RECORDING.get() is not self:
+                return
+            hidden = output[0] if isinstance(output, tuple) else output
+            if self._fused is None:
+                self._raw[index] = hidden
+            else:
+                self._fuse(index, hidden)
+
+        return record
+
+    def _keep_last(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if _RECORDING.get() is self and self._fused is None:
+            self._last = output[0] if isinstance(output, tuple) else output
+
+    def last_hidden(self, first: int) -> torch.Tensor | None:
+        """Last decoder layer's output for the rows from `first` on in the last verification forward, `[B, R, H]`."""
+        return None if self._last is None else self._last[:, first:]
+
+    def _fuse(self, index: int, hidden: torch.Tensor) -> None:
+        assert self._fused is not None
+        part = self._session.fuse(index, hidden)
+        if index == 0:
+            self._fused.append(part)
+        elif self._fused:
+            self._fused[-1].add_(part)
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """Arms the hooks for a prefill, which may run in chunks: features are fused layer by layer as they appear."""
+        self._fused = []
+        with self._armed():
+            yield
+
+    @contextmanager
+    def verification(self) -> Iterator[None]:
+        """Arms the hooks for one verification forward: hidden states are kept until the walk has chosen its rows."""
+        self._fused = None
+        self._forget()
+        with self._armed():
+            yield
+
+    @contextmanager
+    def _armed(self) -> Iterator[None]:
+        token = _RECORDING.set(self)
+        try:
+            yield
+        finally:
+            _RECORDING.reset(token)
+
+    def prefill_features(self) -> torch.Tensor | None:
+        """Fused features of the whole prefill, `[B, T, H]`; None if a feature layer did not report."""
+        fused, self._fused = self._fused, None
+        if not fused:
+            return None
+        return fused[0] if len(fused) == 1 else torch.cat(fused, dim=1)
+
+    def reported(self) -> bool:
+        """Whether every feature layer reported in the last verification forward."""
+        return len(self._raw) == len(self._session.feature_layers)
+
+    def select(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Fused features of chosen rows of the last verification forward.
+
+        Args:
+            nodes: Row indices, long `[B, T]`.
+
+        Returns:
+            Features `[B, T, H]`.
+        """
+        total: torch.Tensor | None = None
+        for index in range(len(self._session.feature_layers)):
+            hidden = self._raw[index]
+            if hidden.shape[0] == 1:
+                rows = hidden.index_select(1, nodes[0].to(hidden.device))
+            else:
+                rows = hidden.gather(1, nodes.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
+            part = self._session.fuse(index, rows)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._fused = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._raw.clear()
+        self._last = None

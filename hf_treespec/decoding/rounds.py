@@ -1,0 +1,313 @@
+"""The decoding loop: propose, expand, choose, verify, walk, commit."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.logits_process import SuppressTokensLogitsProcessor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import logging
+
+from ..budget import FixedBudget
+from ..caches import TreeCache, grow_static
+from ..compat import CACHE_KEYWORD
+from ..configuration import TreeSpecConfig
+from ..drafters.base import BlockDrafter, DraftState
+from ..trees import DraftTree
+from . import contexts
+from .candidate_generator import TreeCandidateGenerator
+from .features import FeatureRecorder
+from .outputs import build_output
+from .report import GenerationReport, StageClock
+from .rows import Rows
+from .sampling import Picker
+from .stopping import Stopping
+from .verification import Verifier
+from .walk import Walk
+
+logger = logging.get_logger(__name__)
+
+#: Drafts that may come out non-finite before a call stops drafting.
+_MAX_NONFINITE = 3
+
+
+class TreeDecoding:
+    """One `generate` call with a drafter.
+
+    Attaches to the target and its cache when constructed, detaches in `close`, which every way out must call.
+
+    Args:
+        target: The model whose output must not change.
+        drafter: The drafter.
+        config: Decoding options.
+        input_ids: Prompt, long `[B, L0]`.
+        processors: The caller's logits processors.
+        criteria: The caller's stopping criteria.
+        generation_config: The prepared generation config.
+        streamer: The caller's streamer, if any.
+        model_kwargs: Keyword arguments for the target, the cache among them.
+
+    Raises:
+        UnsupportedCache: The cache cannot verify trees.
+        ValueError: The request cannot be served.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: BlockDrafter,
+        config: TreeSpecConfig,
+        input_ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self.target, self.drafter, self.config = target, drafter, config
+        self.generation_config, self.model_kwargs = generation_config, model_kwargs
+        self.streamer = streamer
+        self.batch_size = input_ids.shape[0]
+        wants = generation_config if generation_config.return_dict_in_generate else None
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        self.rows = Rows(
+            input_ids,
+            Stopping(criteria),
+            0 if pad is None else int(pad),
+            streamer,
+            keep_scores=bool(wants and wants.output_scores),
+            keep_logits=bool(wants and wants.output_logits),
+            keep_hidden=bool(wants and wants.output_hidden_states),
+        )
+        self.report = GenerationReport(row_committed=[(0, 0)] * self.batch_size)
+        self.clock = StageClock(target.device)
+        self.picker = Picker(bool(generation_config.do_sample), self.batch_size, input_ids.device)
+        self.controller = FixedBudget(config.budget)
+        self.input_ids, self.processors = input_ids, processors
+        self._resources = ExitStack()
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
+        target, config = self.target, self.config
+        text_config = target.config.get_text_config()
+        max_length = self.rows.stopping.max_length
+        cache = self.model_kwargs[CACHE_KEYWORD]
+        session = contexts.recall(cache, self.drafter, self.batch_size)
+        if self.generation_config.cache_implementation == "static" and cache.get_seq_length() == 0:
+            cache = grow_static(cache, text_config, self.controller.largest() - 1)
+            self.model_kwargs[CACHE_KEYWORD] = cache
+        self.cache = TreeCache.attach(cache, text_config, self.batch_size, max_length + self.controller.largest())
+        self._resources.callback(self.cache.detach)
+        self.session = session or self.drafter.start(target, self.batch_size, max_length)
+        self._resources.callback(self.session.close)
+        self.recorder = FeatureRecorder(target, self.session)
+        self._resources.callback(self.recorder.close)
+        banned = [p.suppress_tokens for p in self.processors if type(p) is SuppressTokensLogitsProcessor]
+        self.generator = TreeCandidateGenerator(
+            self.session,
+            config,
+            self.drafter.drafted_depths,
+            text_config.vocab_size,
+            torch.cat([torch.as_tensor(tokens) for tokens in banned]) if banned else None,
+            self.clock,
+        )
+        self.walk = Walk(self.rows, self.processors, self.picker, self.cache.requires_lockstep)
+        if self.walk.lockstep:
+            logger.info("Rows advance in lockstep: a processor, criterion or cache of this call needs the whole batch.")
+        self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self._accepted: torch.Tensor | None = None
+        self._extra_hidden: torch.Tensor | None = None
+        self._drafting = True
+
+    def run(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Generates until every row has stopped and returns what plain `generate` returns."""
+        began = time.perf_counter()
+        self._prefill()
+        self.report.prefill_seconds = time.perf_counter() - began
+        while self.rows.live():
+            self._round()
+        self.report.decode_seconds = time.perf_counter() - began - self.report.prefill_seconds
+        return self._finish()
+
+    def _prefill(self) -> None:
+        with self.recorder.prefill():
+            outputs = self.target._prefill(self.input_ids, self.generation_config, self.model_kwargs)
+        self.cache.prefilled()
+        self.report.target_forwards += 1
+        columns = self.cache.lengths[0]
+        valid = self.model_kwargs.get("attention_mask")
+        if valid is not None:
+            valid = valid.bool()[:, :columns]
+            if bool(valid.all()):
+                valid = None
+        self.verifier = Verifier(
+            self.target, self.model_kwargs, self.cache, self.recorder, valid, self.rows.hidden is not None
+        )
+        self._note_prompt(columns, valid)
+        root = DraftTree.root(self.input_ids.new_zeros(self.batch_size))
+        self.walk(root, outputs.logits[:, -1:])
+        if self.rows.hidden is not None:
+            for row, kept in enumerate(self.rows.hidden):
+                kept.append(tuple(layer[row : row + 1] for layer in outputs.hidden_states))
+        self.rows.stream()
+
+    def _note_prompt(self, columns: int, valid: torch.Tensor | None) -> None:
+        """Positions of the prompt as the drafter counts them, and its features."""
+        device = self.input_ids.device
+        if valid is None:
+            positions = torch.arange(columns, device=device).expand(self.batch_size, -1)
+        else:
+            positions = (valid.cumsum(1) - 1).clamp(min=0)
+        self._first_position = [position + 1 for position in positions[:, -1].tolist()]
+        features = self.recorder.prefill_features()
+        if features is None:
+            self._stop_drafting("the target's decoder layers did not report their outputs (a compiled target does not)")
+            return
+        fresh = features.shape[1]
+        self._pending = (features, positions[:, -fresh:], None if valid is None else valid[:, -fresh:])
+
+    def _round(self) -> None:
+        """One round, from features and anchors to committed tokens."""
+        live = self.rows.live()
+        tree = self._draft()
+        drafted = tree is not None
+        if tree is None:
+            tree = DraftTree.root(self._anchors())
+        extra = self.session.extra_rows(tree) if drafted else None
+        with self.clock.stage("verify"):
+            logits, hidden = self.verifier(tree, self._steps(), extra)
+        with self.clock.stage("walk"):
+            paths = self.walk(tree, logits, hidden)
+        with self.clock.stage("commit"):
+            self._commit(paths, len(tree) if extra is not None else None)
+            self.rows.stream()
+        self.report.rounds += 1
+        self.report.target_forwards += 1
+        if drafted:
+            self.report.record(paths, len(tree), live, [self.rows.stopped(row) for row in live])
+        else:
+            self.report.plain_rounds += 1
+
+    def _draft(self) -> DraftTree | None:
+        """The trees to verify, or None for a plain round, whose features the session still gets to see."""
+        nodes, depth = self._limits()
+        if nodes < 2 or depth < 1 or not self._drafting or not self.controller.should_draft():
+            self._observe()
+            return None
+        tree = self.generator.get_tree(self._state(depth, self.generator.width(nodes)), nodes)
+        if tree is None:
+            self._count_nonfinite()
+            return None
+        chosen = self.controller.choose(tree.scores()[0].tolist() if self.batch_size == 1 else [0.0] * len(tree))
+        return tree.prefix(min(chosen, nodes))
+
+    def _limits(self) -> tuple[int, int]:
+        """Most nodes and depths this round can use."""
+        nodes, depth = self.controller.largest(), min(self.generator.depth, self.rows.wanted() - 1)
+        free, flush = self.cache.free_rows(), self.cache.depth_limit()
+        if free is not None:
+            nodes = min(nodes, free)
+        if flush is not None:
+            depth = min(depth, flush - 1)
+        return nodes, depth
+
+    def _steps(self) -> list[int]:
+        return [len(tokens) - 1 for tokens in self.rows.tokens]
+
+    def _anchors(self) -> torch.Tensor:
+        return torch.tensor([tokens[-1] for tokens in self.rows.tokens], device=self.input_ids.device)
+
+    def _anchor_positions(self) -> torch.Tensor:
+        positions = [first + step for first, step in zip(self._first_position, self._steps(), strict=True)]
+        return torch.tensor(positions, device=self.input_ids.device)
+
+    def _state(self, depth: int, width: int) -> DraftState:
+        features, positions, valid = self._pending or (None, None, None)
+        self._pending = None
+        return DraftState(
+            anchors=self._anchors(),
+            positions=self._anchor_positions(),
+            features=features,
+            feature_positions=positions,
+            feature_valid=valid,
+            depth=depth,
+            width=width,
+            accepted=self._accepted,
+            extra_hidden=self._extra_hidden,
+        )
+
+    def _observe(self) -> None:
+        if self._pending is not None and self._drafting:
+            self.session.observe(self._state(0, 0))
+
+    def _count_nonfinite(self) -> None:
+        self.report.nonfinite_drafts += 1
+        if self.report.nonfinite_drafts == 1:
+            logger.warning(
+                "The drafter produced non-finite values; the round is decoded plainly. Load the drafter in a dtype "
+                f"that holds its activations (now {self.drafter.dtype})."
+            )
+        if self.report.nonfinite_drafts >= _MAX_NONFINITE:
+            self._stop_drafting("the drafter's values are not finite")
+
+    def _stop_drafting(self, reason: str) -> None:
+        self._drafting, self._pending = False, None
+        self.report.reason = reason
+        logger.info(f"Going on without drafts: {reason}.")
+
+    def _commit(self, paths: list[list[int]], first_extra: int | None) -> None:
+        """Keeps the paths in the cache and hands their features to the session."""
+        anchors_at = [
+            first + len(tokens) - 1 - len(path)
+            for first, tokens, path in zip(self._first_position, self.rows.tokens, paths, strict=True)
+        ]
+        self.cache.commit(paths)
+        if not self._drafting:
+            return
+        if not self.recorder.reported():
+            self._stop_drafting("the target's decoder layers did not report their outputs (a compiled target does not)")
+            return
+        device, longest = self.input_ids.device, max(len(path) for path in paths)
+        nodes = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
+        features = self.recorder.select(nodes)
+        steps = torch.arange(longest, device=device)
+        positions = torch.tensor(anchors_at, device=device)[:, None] + steps
+        valid = None
+        if self.batch_size > 1:
+            valid = steps < torch.tensor([len(path) for path in paths], device=device)[:, None]
+        self._pending = (features, positions, valid)
+        self._accepted = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
+        self._extra_hidden = None if first_extra is None else self.recorder.last_hidden(first_extra)
+
+    def _finish(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        steps = self.rows.steps
+        assert steps is not None
+        self.picker.finish(steps)
+        self.rows.stream()
+        if self.streamer is not None:
+            self.streamer.end()
+        # A row that generated past the call's end, waiting for another to stop, is cut back to it.
+        columns = self.cache.lengths[0] - (len(self.rows.tokens[0]) - 1) + steps - 1
+        self.cache.trim(columns)
+        cache = self.model_kwargs[CACHE_KEYWORD]
+        returned = bool(self.generation_config.return_dict_in_generate)
+        if returned or getattr(cache, "_is_user_defined", False):
+            self._observe()
+            if self._drafting:
+                contexts.remember(cache, self.session, self.drafter, self.cache.lengths)
+        self.report.tokens = sum(min(len(tokens), steps) for tokens in self.rows.tokens)
+        self.report.cache_bytes_written = self.cache.bytes_written
+        self.report.stage_seconds = self.clock.seconds()
+        return build_output(self.rows, cache, returned)
+
+    def close(self) -> None:
+        """Takes everything off the target and its cache again."""
+        self._resources.close()

@@ -1,0 +1,193 @@
+"""How a token is picked from a node's scores: exactly as plain `generate` picks it.
+
+`torch.multinomial(p, 1)` equals `argmax(p / E)` with `E = empty_like(p).exponential_()` on the same generator, and
+leaves the generator in the same state. So the noise `E` is drawn once per generation step, in order, as plain decoding
+draws it, and every node that could be the token of step g uses its row's noise of step g: nodes and rows may then be
+visited in any order, and the same seed gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as lp
+
+#: Processors that treat every row alone and look at its scores only.
+_SCORES_ONLY = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.SuppressTokensLogitsProcessor,
+    lp.LogitNormalization,
+    lp.InfNanRemoveLogitsProcessor,
+)
+#: Processors that treat every row alone and look at its scores and its own tokens.
+_ROW_WISE = (
+    *_SCORES_ONLY,
+    lp.RepetitionPenaltyLogitsProcessor,
+    lp.NoRepeatNGramLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor,
+    lp.MinLengthLogitsProcessor,
+    lp.MinNewTokensLengthLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty,
+    lp.SuppressTokensAtBeginLogitsProcessor,
+)
+#: Noise kept at most, in bytes; rows that fall further behind redraw it from a stored generator state.
+_NOISE_BYTES = 64 * 2**20
+
+
+def scores_only(processors: LogitsProcessorList) -> bool:
+    """Whether the processors may run on all nodes of all rows at once."""
+    return all(type(processor) in _SCORES_ONLY for processor in processors)
+
+
+def row_wise(processors: LogitsProcessorList) -> bool:
+    """Whether the processors may run on some rows of the batch without the others."""
+    return all(type(processor) in _ROW_WISE for processor in processors)
+
+
+@functools.cache
+def multinomial_is_exponential_race(device_type: str) -> bool:
+    """Checks on this device that `multinomial(p, 1)` is `argmax(p / E)` bit for bit; leaves the generator untouched."""
+    generator = torch.Generator(device_type)
+    for seed, (rows, vocab) in enumerate(((1, 97), (3, 1031), (4, 4096))):
+        generator.manual_seed(seed)
+        p = torch.rand(rows, vocab, generator=generator, device=device_type).softmax(-1)
+        state = generator.get_state()
+        picked, after = torch.multinomial(p, 1, generator=generator).squeeze(1), generator.get_state()
+        generator.set_state(state)
+        raced = (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+        if not (torch.equal(picked, raced) and torch.equal(after, generator.get_state())):
+            return False
+    return True
+
+
+class StepNoise:
+    """Exponential noise of each generation step, drawn from the global generator as plain `generate` would.
+
+    Args:
+        batch_size: Rows B of the call.
+        device: Device of the scores.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self._batch_size = batch_size
+        self._device = device
+        self._kept: dict[int, torch.Tensor] = {}
+        self._states: list[torch.Tensor] = []
+        self._generator = _global_generator(device)
+
+    def of(self, step: int, vocab_size: int) -> torch.Tensor:
+        """Noise of one step for every row, float32 `[B, V]`."""
+        while len(self._states) <= step:
+            drawn = len(self._states)
+            self._states.append(self._generator.get_state())
+            self._kept[drawn] = self._draw(vocab_size)
+            keep = max(2, _NOISE_BYTES // (4 * self._batch_size * vocab_size))
+            self._kept.pop(drawn - keep, None)
+        if step in self._kept:
+            return self._kept[step]
+        state = self._generator.get_state()
+        self._generator.set_state(self._states[step])
+        noise = self._draw(vocab_size)
+        self._generator.set_state(state)
+        return noise
+
+    def _draw(self, vocab_size: int) -> torch.Tensor:
+        noise = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
+        return noise.exponential_(generator=self._generator)
+
+    def rewind(self, steps: int) -> None:
+        """Leaves the generator as plain `generate` leaves it after `steps` steps."""
+        if steps < len(self._states):
+            self._generator.set_state(self._states[steps])
+
+
+def _global_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return torch.default_generator
+
+
+class Picker:
+    """Picks tokens from processed scores, greedily or by a draw with the step's noise.
+
+    Args:
+        do_sample: Draw instead of taking the (first) best token.
+        batch_size: Rows B of the call.
+        device: Device of the scores.
+
+    Raises:
+        ValueError: Sampling a batch on a device whose `multinomial` is not the exponential race.
+    """
+
+    def __init__(self, do_sample: bool, batch_size: int, device: torch.device) -> None:
+        self._noise: StepNoise | None = None
+        self._do_sample = do_sample
+        if do_sample:
+            if multinomial_is_exponential_race(device.type):
+                self._noise = StepNoise(batch_size, device)
+            elif batch_size > 1:
+                raise ValueError(
+                    f"Sampling a batch needs draws that can be replayed out of order, which `torch.multinomial` on "
+                    f"{device.type!r} does not allow (batch size {batch_size}). Use batch size 1 or greedy decoding."
+                )
+
+    @property
+    def replays(self) -> bool:
+        """Whether nodes may be picked out of order."""
+        return not self._do_sample or self._noise is not None
+
+    def pick(self, scores: torch.Tensor, step: int, rows: list[int] | None = None) -> torch.Tensor:
+        """Tokens for scores `[R, V]` of rows that all stand at one step, long `[R]`.
+
+        Args:
+            scores: Processed scores, float32 `[R, V]`.
+            step: Generation step of all of them.
+            rows: Batch rows they belong to; None = the whole batch in order.
+        """
+        if not self._do_sample:
+            return scores.argmax(dim=-1)
+        probabilities = scores.softmax(dim=-1)
+        if self._noise is None:
+            return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+        noise = self._noise.of(step, scores.shape[-1])
+        return (probabilities / (noise if rows is None else noise[rows])).argmax(dim=-1)
+
+    def pick_nodes(
+        self, scores: torch.Tensor, depths: torch.Tensor, first_steps: list[int], deepest: int
+    ) -> torch.Tensor:
+        """Tokens for every node of every tree at once, long `[B, N]`, without reading the device.
+
+        Args:
+            scores: Processed scores, float32 `[B, N, V]`.
+            depths: Depth of each node, long `[B, N]`.
+            first_steps: Generation step of each row's root.
+            deepest: No node is deeper than this.
+        """
+        if not self._do_sample:
+            return scores.argmax(dim=-1)
+        assert self._noise is not None
+        vocab = scores.shape[-1]
+        low, high = min(first_steps), max(first_steps) + deepest + 1
+        noise = torch.stack([self._noise.of(step, vocab) for step in range(low, high)])
+        rows = torch.arange(len(first_steps), device=depths.device)[:, None]
+        offsets = torch.tensor([step - low for step in first_steps], device=depths.device)[:, None]
+        return (scores.softmax(dim=-1) / noise[depths + offsets, rows]).argmax(dim=-1)
+
+    def finish(self, steps: int) -> None:
+        """Leaves the global generator as plain `generate` leaves it after `steps` steps."""
+        if self._noise is not None:
+            self._noise.rewind(steps)

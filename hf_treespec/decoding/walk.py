@@ -1,0 +1,138 @@
+"""The walk: plain decoding on logits that are already computed.
+
+The token of a node is what plain `generate` would pick from that node's logits with that node's own prefix. The walk
+goes to the child that holds it; the first token without a child is the bonus. The draft's probabilities never decide.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessorList
+
+from ..trees import DraftTree
+from .rows import Rows
+from .sampling import Picker, row_wise, scores_only
+
+
+class Walk:
+    """Walks verified trees and appends what plain decoding would have generated.
+
+    Args:
+        rows: The rows of the call.
+        processors: The user's logits processors.
+        picker: How a token is picked from processed scores.
+        lockstep: Make all rows of a batch take the same number of steps a round, for caches that need it.
+    """
+
+    def __init__(self, rows: Rows, processors: LogitsProcessorList, picker: Picker, lockstep: bool = False) -> None:
+        self._rows = rows
+        self._processors = processors
+        self._picker = picker
+        self._alone = row_wise(processors) and rows.stopping.rows_alone
+        self.lockstep = rows.batch_size > 1 and (lockstep or not self._alone)
+        self._at_once = (
+            scores_only(processors)
+            and picker.replays
+            and not rows.stopping.reads_tokens
+            and rows.scores is None
+            and rows.logits is None
+            and rows.sequences.device.type != "cpu"
+            and not self.lockstep
+        )
+
+    def __call__(
+        self, tree: DraftTree, logits: torch.Tensor, hidden: tuple[torch.Tensor, ...] | None = None
+    ) -> list[list[int]]:
+        """Walks every live row from its root.
+
+        Args:
+            tree: The verified trees.
+            logits: Target logits of every node, `[B, N, V]`.
+            hidden: Hidden states of every node by layer, each `[B, N, H]`, where the caller wants them back.
+
+        Returns:
+            The nodes visited by each row, root first; empty for rows that are finished.
+        """
+        if self._at_once:
+            return self._walk_picked(tree, logits, hidden)
+        return self._walk_lazily(tree, logits, hidden)
+
+    def _walk_lazily(
+        self, tree: DraftTree, logits: torch.Tensor, hidden: tuple[torch.Tensor, ...] | None
+    ) -> list[list[int]]:
+        rows, paths = self._rows, [[] for _ in range(self._rows.batch_size)]  # type: list[list[int]]
+        children = tree.children()
+        frontier = dict.fromkeys(rows.live(), 0)
+        while frontier:
+            following: dict[int, int] = {}
+            missing = False
+            for step, members in _by_step(rows, frontier).items():
+                tokens = self._pick(logits, frontier, members, step)
+                for row in members:
+                    paths[row].append(frontier[row])
+                    if rows.hidden is not None and hidden is not None:
+                        node = frontier[row]
+                        rows.hidden[row].append(tuple(h[row : row + 1, node : node + 1] for h in hidden))
+                done = rows.append(members, tokens, everyone=not self._alone)
+                for row, token, finished in zip(members, tokens, done, strict=True):
+                    if not finished:
+                        child = children[row].get((frontier[row], token))
+                        if child is None:
+                            missing = True
+                        else:
+                            following[row] = child
+            frontier = {} if self.lockstep and missing else following
+        return paths
+
+    def _pick(self, logits: torch.Tensor, nodes: dict[int, int], members: list[int], step: int) -> list[int]:
+        rows = self._rows
+        device = rows.sequences.device
+        if rows.batch_size == 1:
+            chosen, raw = None, logits[:, nodes[0]]
+        elif self._alone:
+            chosen, raw = members, logits[members, [nodes[row] for row in members]]
+        else:
+            every = [nodes.get(row, 0) for row in range(rows.batch_size)]
+            chosen, raw = None, logits[list(range(rows.batch_size)), every]
+        raw = raw.to(device=device, dtype=torch.float32, copy=True)
+        scores = self._processors(rows.ids(chosen, step), raw)
+        picked = self._picker.pick(scores, step, chosen).tolist()
+        if chosen is None and rows.batch_size > 1:
+            picked = [picked[row] for row in members]
+        for index, row in enumerate(members):
+            place = index if chosen is not None else row
+            if rows.scores is not None:
+                rows.scores[row].append(scores[place])
+            if rows.logits is not None:
+                rows.logits[row].append(raw[place])
+        return picked
+
+    def _walk_picked(
+        self, tree: DraftTree, logits: torch.Tensor, hidden: tuple[torch.Tensor, ...] | None
+    ) -> list[list[int]]:
+        rows = self._rows
+        batch, nodes = tree.tokens.shape
+        scores = self._processors(rows.sequences[:1, :1], logits.to(torch.float32, copy=True).view(batch * nodes, -1))
+        first = [len(tokens) for tokens in rows.tokens]
+        picked = self._picker.pick_nodes(scores.view(batch, nodes, -1), tree.depths, first, tree.deepest)
+        # The round's one host read: everything the walk needs, packed.
+        table = torch.stack([tree.tokens, tree.parents, picked]).tolist()
+        paths: list[list[int]] = [[] for _ in range(batch)]
+        for row in rows.live():
+            tokens, parents, picks = table[0][row], table[1][row], table[2][row]
+            children = {(parents[node], tokens[node]): node for node in range(nodes - 1, 0, -1) if parents[node] >= 0}
+            node: int | None = 0
+            while node is not None:
+                paths[row].append(node)
+                if rows.hidden is not None and hidden is not None:
+                    rows.hidden[row].append(tuple(h[row : row + 1, node : node + 1] for h in hidden))
+                (done,) = rows.append([row], [picks[node]], everyone=False)
+                node = None if done else children.get((node, picks[node]))
+        return paths
+
+
+def _by_step(rows: Rows, frontier: dict[int, int]) -> dict[int, list[int]]:
+    steps: dict[int, list[int]] = {}
+    for row in frontier:
+        steps.setdefault(len(rows.tokens[row]), []).append(row)
+    return dict(sorted(steps.items()))

@@ -1,0 +1,185 @@
+"""What every drafter family provides: a stateless `BlockDrafter` and, for one `generate` call, a `DraftSession`."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..configuration import TreeSpecConfig
+from ..trees import DraftLattice, DraftTree
+
+
+@dataclass(frozen=True)
+class ExtraRows:
+    """Rows that ride in the verification forward behind the tree, for drafters that draft inside the target.
+
+    Attributes:
+        tokens: Input token of each, long `[B, R]`.
+        depths: Its distance from the anchor in positions, long `[B, R]`.
+        nodes: Tree node whose view each row shares, long `[B, R]`.
+        groups: Rows of one group see each other both ways, long `[B, R]`.
+    """
+
+    tokens: torch.Tensor
+    depths: torch.Tensor
+    nodes: torch.Tensor
+    groups: torch.Tensor
+
+    def extend(
+        self, tokens: torch.Tensor, depths: torch.Tensor, seen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Puts the rows behind a tree's `[B, N]` tokens and depths and its `[B, N, N]` relation of who sees whom."""
+        batch, nodes = tokens.shape
+        rows = self.tokens.shape[1]
+        wide = seen.new_zeros(batch, nodes + rows, nodes + rows)
+        wide[:, :nodes, :nodes] = seen
+        wide[:, nodes:, :nodes] = seen.gather(1, self.nodes[..., None].expand(-1, -1, nodes))
+        wide[:, nodes:, nodes:] = self.groups[:, :, None] == self.groups[:, None, :]
+        return torch.cat([tokens, self.tokens], 1), torch.cat([depths, self.depths], 1), wide
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """What a session is told when it is asked for the next lattice.
+
+    Attributes:
+        anchors: Last committed token of each row, long `[B]`.
+        positions: Position of each anchor, long `[B]`.
+        features: Fused target features of positions committed since the last call, `[B, T, H]` (see
+            `DraftSession.fuse`), or None where there are none.
+        feature_positions: Their positions, long `[B, T]`.
+        feature_valid: Which of them are real, bool `[B, T]`; None = all.
+        depth: Depths wanted, at most the drafter's own.
+        width: Children a parent may need, at most the vocabulary.
+        accepted: Verified node each row's last walk ended on, long `[B]`, or None before the first.
+        extra_hidden: Last decoder layer's output for the extra rows of the last verification forward, `[B, R, H]`,
+            or None.
+    """
+
+    anchors: torch.Tensor
+    positions: torch.Tensor
+    features: torch.Tensor | None
+    feature_positions: torch.Tensor | None
+    feature_valid: torch.Tensor | None
+    depth: int
+    width: int
+    accepted: torch.Tensor | None = None
+    extra_hidden: torch.Tensor | None = None
+
+
+class TargetModules:
+    """The target's input embedding and LM head, as a drafter borrows them.
+
+    Casts at both boundaries, so that a drafter may run in another dtype than its target, and applies what the family
+    does outside those two modules: an embedding multiplier going in, logit scaling and soft-capping coming out.
+    """
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        config = target.config.get_text_config()
+        self.embedding: nn.Module = target.get_input_embeddings()
+        self.lm_head: nn.Module = target.get_output_embeddings()
+        self.vocab_size: int = config.vocab_size
+        self.embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
+        self.logits_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Embeds long `[...]` token ids as the target does, cast to `dtype`."""
+        embedded = self.embedding(token_ids.to(self.embedding.weight.device))
+        return (embedded * self.embedding_multiplier if self.embedding_multiplier != 1.0 else embedded).to(dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits `[..., V]` of final hidden states `[..., H]`."""
+        weight = self.lm_head.weight
+        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
+        logits = self.lm_head(hidden.to(weight.device, dtype)).float()[..., : self.vocab_size]
+        if self.logits_divisor != 1.0:
+            logits = logits / self.logits_divisor
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class DraftSession(ABC):
+    """Everything one `generate` call keeps for its drafter."""
+
+    #: Decoder layers of the target whose outputs are features, 0-based, in the order of `fuse`.
+    feature_layers: tuple[int, ...] = ()
+
+    @abstractmethod
+    def fuse(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Contribution of the `index`-th feature layer to the fused feature.
+
+        Summed over all feature layers this is the feature itself, so that the recorder keeps one `[B, T, H]` buffer
+        instead of one a layer.
+
+        Args:
+            hidden: Output of decoder layer `feature_layers[index]`, `[B, T, H_target]`.
+        """
+
+    @abstractmethod
+    def propose(self, state: DraftState) -> DraftLattice:
+        """Takes the new features into the context and drafts one block. One draft forward."""
+
+    @abstractmethod
+    def observe(self, state: DraftState) -> None:
+        """Takes the new features into the context without drafting (plain rounds, the end of a call)."""
+
+    def extra_rows(self, tree: DraftTree) -> ExtraRows | None:
+        """Rows that ride in the verification forward of `tree`; None for drafters that have none."""
+        return None
+
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Context positions held for each row."""
+
+    @abstractmethod
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forgets the context beyond `lengths` positions of each row."""
+
+    def close(self) -> None:
+        """Releases whatever the session attached; called on every way out of a call."""
+
+
+class BlockDrafter(PreTrainedModel):
+    """A small model that proposes a block of tokens in one forward. Holds weights only, no target and no state."""
+
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    #: Options used when a call gives none of its own.
+    treespec_config: TreeSpecConfig | None = None
+    #: Report of the last `generate` call this drafter took part in.
+    last_report: Any = None
+
+    @property
+    def drafted_depths(self) -> int:
+        """Depths D that one draft forward covers."""
+        return self.config.block_size - 1
+
+    def with_options(self, **options: Any) -> Self:
+        """A light view of this drafter with other decoding options (see `TreeSpecConfig`); shares all weights."""
+        view = copy.copy(self)
+        view.treespec_config = (self.treespec_config or TreeSpecConfig()).with_options(**options)
+        view.last_report = None
+        return view
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Checks that this drafter can draft for `target`.
+
+        Raises:
+            ValueError: It cannot; the message names the rule, the value and the fix.
+        """
+        raise NotImplementedError
+
+    def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> DraftSession:
+        """Opens a session for one `generate` call of `batch_size` rows of at most `max_length` positions."""
+        raise NotImplementedError

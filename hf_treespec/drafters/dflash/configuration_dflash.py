@@ -1,0 +1,199 @@
+"""Configuration of the DFlash drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .convert_dflash import convert_config, is_zlab
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def spread_layer_ids(num_target_layers: int, count: int) -> list[int]:
+    """Target layers whose outputs feed a drafter of `count` layers (DFlash, arXiv 2602.06036, A.3).
+
+    0-based decoder layers, spread evenly from the second to the third-to-last; the middle one for a single layer.
+
+    Raises:
+        ValueError: The target has too few layers for `count` different ones.
+    """
+    if count == 1:
+        return [num_target_layers // 2]
+    first, last = 1, num_target_layers - 3
+    ids = [round(first + index * (last - first) / (count - 1)) for index in range(count)]
+    if len(set(ids)) != count or ids != sorted(ids):
+        raise ValueError(
+            f"{count} feature layers do not fit between layer {first} and layer {last} of a target with "
+            f"{num_target_layers} layers; pass target_layer_ids explicitly."
+        )
+    return ids
+
+
+class DFlashConfig(PreTrainedConfig):
+    """What a DFlash drafter is: a few Qwen3 layers that denoise one block of mask tokens (arXiv 2602.06036).
+
+    Args:
+        hidden_size: Width H; equal to the target's, whose embeddings and head are borrowed.
+        head_dim: Width of an attention head; `hidden_size // num_attention_heads` when None.
+        layer_types: `"full_attention"` or `"sliding_attention"` for each layer; all full when None.
+        sliding_window: Positions a query of a sliding layer reaches back, itself included.
+        is_causal: Whether a block row sees only the block rows up to itself: one value, or one for each layer.
+        draft_window: Positions of context that any layer may see, counted like `sliding_window`; None = all.
+        block_size: Rows of a block, the anchor included: `block_size - 1` tokens are drafted.
+        mask_token_id: Token whose embedding fills the undrafted rows.
+        target_layer_ids: 0-based decoder layers of the target whose outputs are the features.
+        target_hidden_size: Width of those outputs; `hidden_size` when None.
+        num_target_layers: Decoder layers of the target; None = unknown.
+        vocab_size: The target's vocabulary; the drafter itself has none.
+
+    Raises:
+        ValueError: A value contradicts another one.
+    """
+
+    model_type = "treespec_dflash"
+
+    def __init__(
+        self,
+        hidden_size: int = 512,
+        intermediate_size: int = 1536,
+        num_hidden_layers: int = 5,
+        num_attention_heads: int = 8,
+        num_key_value_heads: int = 4,
+        head_dim: int | None = None,
+        hidden_act: str = "silu",
+        max_position_embeddings: int = 32768,
+        initializer_range: float = 0.02,
+        rms_norm_eps: float = 1e-6,
+        rope_parameters: dict[str, Any] | None = None,
+        attention_bias: bool = False,
+        attention_dropout: float = 0.0,
+        layer_types: Sequence[str] | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | Sequence[bool] = False,
+        draft_window: int | None = None,
+        block_size: int = 16,
+        mask_token_id: int = 0,
+        target_layer_ids: Sequence[int] | None = None,
+        target_hidden_size: int | None = None,
+        num_target_layers: int | None = None,
+        vocab_size: int | None = None,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.hidden_act = hidden_act
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_parameters = dict(rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0})
+        self.attention_bias = attention_bias
+        self.attention_dropout = attention_dropout
+        self.layer_types = list(layer_types or ["full_attention"] * num_hidden_layers)
+        self.sliding_window = sliding_window
+        self.is_causal = is_causal if isinstance(is_causal, bool) else list(is_causal)
+        self.draft_window = draft_window
+        self.block_size = block_size
+        self.mask_token_id = mask_token_id
+        if target_layer_ids is None:
+            target_layer_ids = [1] if num_target_layers is None else spread_layer_ids(num_target_layers, num_hidden_layers)
+        self.target_layer_ids = list(target_layer_ids)
+        self.target_hidden_size = target_hidden_size or hidden_size
+        self.num_target_layers = num_target_layers
+        self.vocab_size = vocab_size
+        self._validate_fields()
+        kwargs.setdefault("tie_word_embeddings", False)
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            **kwargs,
+        )
+
+    def _validate_fields(self) -> None:
+        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
+        if unknown:
+            raise ValueError(f"layer_types names {unknown}; a DFlash layer is one of {list(LAYER_TYPES)}.")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers.")
+        if isinstance(self.is_causal, list) and len(self.is_causal) != self.num_hidden_layers:
+            raise ValueError(f"is_causal has {len(self.is_causal)} entries for {self.num_hidden_layers} layers.")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("layer_types names sliding_attention, so sliding_window must be a positive number.")
+        if self.block_size < 2:
+            raise ValueError(f"block_size is {self.block_size}; a block is an anchor and at least one mask (>= 2).")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})."
+            )
+
+    def layer_window(self, layer: int) -> int | None:
+        """Positions a query of this layer reaches back, itself included; None = all."""
+        windows = [self.draft_window]
+        if self.layer_types[layer] == "sliding_attention":
+            windows.append(self.sliding_window)
+        return min((window for window in windows if window), default=None)
+
+    def layer_is_causal(self, layer: int) -> bool:
+        """Whether a block row of this layer sees only the block rows up to itself."""
+        return self.is_causal if isinstance(self.is_causal, bool) else self.is_causal[layer]
+
+    @classmethod
+    def for_target(
+        cls,
+        target_config: PreTrainedConfig,
+        *,
+        num_hidden_layers: int,
+        block_size: int,
+        mask_token_id: int,
+        target_layer_ids: Sequence[int] | None = None,
+        **overrides: Any,
+    ) -> DFlashConfig:
+        """Configuration of a drafter for a target: the target's widths, vocabulary and special tokens.
+
+        Args:
+            target_config: The target's configuration; its text part is used.
+            target_layer_ids: Feature layers; `spread_layer_ids` when None.
+            overrides: Any other field of the configuration.
+        """
+        text = target_config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        fields: dict[str, Any] = {
+            "hidden_size": text.hidden_size,
+            "intermediate_size": getattr(text, "intermediate_size", None) or 3 * text.hidden_size,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            "head_dim": getattr(text, "head_dim", None),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", 32768),
+            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "rope_parameters": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10_000.0))},
+            "target_hidden_size": text.hidden_size,
+            "num_target_layers": text.num_hidden_layers,
+            "vocab_size": text.vocab_size,
+            "pad_token_id": text.pad_token_id,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+        }
+        return cls(
+            num_hidden_layers=num_hidden_layers,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=target_layer_ids,
+            **{**fields, **overrides},
+        )
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads `config.json`, in this package's format or in z-lab's."""
+        config_dict, unused = super().get_config_dict(*args, **kwargs)
+        return (convert_config(config_dict) if is_zlab(config_dict) else config_dict), unused

@@ -1,0 +1,308 @@
+"""The DFlash drafter: a few Qwen3 layers that denoise a block of mask tokens over the target's features.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). The context, one fused feature
+a position, enters every layer as keys and values only; queries are the rows of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from ..base import BlockDrafter
+from ..loading import LoudLoading
+from .configuration_dflash import DFlashConfig
+
+#: What a layer's queries see: `(layer, queries [B, Hq, S, D], keys, values [B, Hkv, T + S, D]) -> [B, Hq, S, D]`,
+#: where the T new context rows stand before the S block rows.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class DFlashAttention(nn.Module):
+    """Projections of one layer. What the queries attend to is the caller's: a cache, a session or the trainer."""
+
+    def __init__(self, config: DFlashConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        bias, width = config.attention_bias, config.hidden_size
+        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def keys_values(
+        self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values `[B, Hkv, T, D]` of `rows` `[B, T, H]` at the positions of `cos` and `sin`."""
+        heads = (*rows.shape[:-1], -1, self.head_dim)
+        keys = self.k_norm(self.k_proj(rows).view(heads)).transpose(1, 2)
+        # The rotation takes a pair; an empty first member leaves one.
+        _, keys = apply_rotary_pos_emb(keys[:, :0], keys, cos, sin)
+        return keys, self.v_proj(rows).view(heads).transpose(1, 2)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        context: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        batch, rows, _ = hidden.shape
+        sources = hidden if context is None else torch.cat([context, hidden], dim=1)
+        queries = self.q_norm(self.q_proj(hidden).view(batch, rows, -1, self.head_dim))
+        keys = self.k_norm(self.k_proj(sources).view(batch, sources.shape[1], -1, self.head_dim))
+        values = self.v_proj(sources).view(batch, sources.shape[1], -1, self.head_dim).transpose(1, 2)
+        if context is None:
+            queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
+        else:
+            queries, keys = _rotate(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
+        mixed = attend(self.layer, queries, keys, values)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, rows, -1))
+
+
+def _rotate(
+    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates queries that stand at the last of the keys' positions."""
+    rows = queries.shape[2]
+    rotated, _ = apply_rotary_pos_emb(queries, queries[:, :0], cos[:, -rows:], sin[:, -rows:])
+    _, keys = apply_rotary_pos_emb(keys[:, :0], keys, cos, sin)
+    return rotated, keys
+
+
+class DFlashLayer(nn.Module):
+    """One decoder layer: attention over context and block, then the MLP."""
+
+    def __init__(self, config: DFlashConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        context: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, cos, sin, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DFlashDrafter(LoudLoading, BlockDrafter):
+    """Drafts the rest of a block in one forward from the features of the positions before it.
+
+    Tensor names are those of z-lab's checkpoints, which `from_pretrained` loads as they are. The model borrows the
+    target's input embedding and head, so it has no vocabulary of its own.
+    """
+
+    config_class = DFlashConfig
+    config: DFlashConfig
+    main_input_name = "noise_embeds"
+    _no_split_modules = ["DFlashLayer"]
+
+    #: Default decoding options of this drafter, and the report of the last call that used it.
+    treespec_config: Any = None
+    last_report: Any = None
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(DFlashLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]
+        self.post_init()
+
+    @classmethod
+    def recognises(cls, config: dict[str, Any], tensor_names: frozenset[str] = frozenset()) -> bool:
+        """Whether a checkpoint is one of this family, from its `config.json` and, where known, its tensors."""
+        from .convert_dflash import is_zlab
+
+        if config.get("model_type") == DFlashConfig.model_type:
+            return True
+        if not is_zlab(config) or "treeflash_config" in config:
+            return False
+        parts = ("layers.", "fc.", "hidden_norm.", "norm.")
+        return not tensor_names or ("fc.weight" in tensor_names and all(n.startswith(parts) for n in tensor_names))
+
+    def fuse(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Contribution `[B, T, H]` of the `index`-th feature layer's output `[B, T, H_target]` to the features."""
+        width = self.config.target_hidden_size
+        weight = self.fc.weight[:, index * width : (index + 1) * width]
+        return F.linear(hidden.to(weight.device, weight.dtype), weight)
+
+    def decode(
+        self, block: torch.Tensor, context: torch.Tensor | None, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Final hidden states of block rows.
+
+        Args:
+            block: Embeddings of the block rows, `[B, S, H]`.
+            context: New context rows, `hidden_norm` of the features, `[B, T, H]`; None where there are none.
+            positions: Positions of the context rows, then of the block rows, long `[B, T + S]`.
+            attend: What each layer's queries see.
+        """
+        cos, sin = self.rotary_emb(block, positions)
+        for layer in self.layers:
+            block = layer(block, context, cos, sin, attend)
+        return self.norm(block)
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """One draft forward by the protocol of transformers' `DFlashCache`: append context and block, crop the block.
+
+        Args:
+            noise_embeds: Embeddings of the anchor and the masks, `[B, S, H]`.
+            context_hidden_states: Features of the newly committed positions, the feature layers' outputs
+                concatenated, `[B, T, layers · H_target]`.
+            position_ids: Their positions, then the block's, long `[B, T + S]`; counted on from the cache when None.
+            attention_mask: 1 for every real column of cache, context and block, `[B, columns]`; None = all.
+            cache: Where keys and values of earlier rounds are; the caller crops the block off again.
+        """
+        cache = cache if cache is not None else kwargs.get("past_key_values")
+        context = self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
+        block = noise_embeds.to(context.dtype)
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(seen, seen + context.shape[1] + block.shape[1], device=block.device)[None]
+
+        def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            if cache is not None:
+                keys, values = cache.update(keys, values, layer)
+            columns = torch.arange(keys.shape[2], device=keys.device)
+            valid = None if attention_mask is None else attention_mask[:, -len(columns) :].bool()
+            mask = block_mask(
+                columns[None, -queries.shape[2] :],
+                columns[None],
+                valid,
+                self.config.layer_window(layer),
+                self.config.layer_is_causal(layer),
+            )
+            return grouped_attention(queries, keys, values, mask)
+
+        return BaseModelOutput(last_hidden_state=self.decode(block, context, position_ids, attend))
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Checks that this drafter can draft for `target`.
+
+        Raises:
+            ValueError: It cannot; the message names the rule, the value and the fix.
+        """
+        config = self.config
+        if getattr(target.config, "is_encoder_decoder", False):
+            raise ValueError("the target is an encoder-decoder; a DFlash drafter needs a decoder-only causal LM.")
+        text: PreTrainedConfig = target.config.get_text_config()
+        if target.get_input_embeddings() is None or target.get_output_embeddings() is None:
+            raise ValueError(
+                f"{type(target).__name__} has no input embedding or no output head for the drafter to borrow; "
+                "load the target with AutoModelForCausalLM."
+            )
+        _require(text.hidden_size, config.hidden_size, "hidden size", "hidden_size")
+        _require(text.hidden_size, config.target_hidden_size, "feature width", "target_hidden_size")
+        if self.fc.in_features != len(config.target_layer_ids) * config.target_hidden_size:
+            raise ValueError(
+                f"fc takes {self.fc.in_features} features, but {len(config.target_layer_ids)} feature layers of width "
+                f"{config.target_hidden_size} give {len(config.target_layer_ids) * config.target_hidden_size}; correct "
+                "target_layer_ids in the drafter's config.json."
+            )
+        if config.num_target_layers is not None:
+            _require(text.num_hidden_layers, config.num_target_layers, "number of layers", "num_target_layers")
+        outside = [layer for layer in config.target_layer_ids if not 0 <= layer < text.num_hidden_layers]
+        if outside:
+            raise ValueError(
+                f"target_layer_ids {outside} are no decoder layers of the target, which has layers 0 to "
+                f"{text.num_hidden_layers - 1}; correct target_layer_ids in the drafter's config.json."
+            )
+        if config.vocab_size is not None:
+            _require(text.vocab_size, config.vocab_size, "vocabulary size", "vocab_size")
+        rows = target.get_input_embeddings().weight.shape[0]
+        if not 0 <= config.mask_token_id < rows:
+            raise ValueError(
+                f"mask_token_id {config.mask_token_id} is no row of the target's embedding, which has {rows}; correct "
+                "mask_token_id in the drafter's config.json or resize the target's embedding."
+            )
+
+    def start(  # type: ignore[override]
+        self, target: PreTrainedModel, batch_size: int, max_length: int, *, temperature: float = 1.0
+    ) -> Any:
+        """Opens a session for one `generate` call; see `DFlashSession`."""
+        from .session import DFlashSession
+
+        return DFlashSession(self, target, batch_size, max_length, temperature=temperature)
+
+
+def _require(found: int, wanted: int, what: str, field: str) -> None:
+    if found != wanted:
+        raise ValueError(
+            f"the target's {what} is {found}, the drafter's {field} is {wanted}; they must be equal. Use the target this "
+            "drafter was trained for."
+        )
+
+
+def block_mask(
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    valid: torch.Tensor | None,
+    window: int | None,
+    is_causal: bool,
+) -> torch.Tensor | None:
+    """Which columns block rows see, bool `[B or 1, 1, S or 1, columns]`; None = all of them.
+
+    Args:
+        query_positions: Positions of the block rows, `[B or 1, S]`.
+        key_positions: Positions of the columns, `[B or 1, columns]`; the block's are the last S.
+        valid: Columns that hold something, bool `[B, columns]`; None = all.
+        window: Positions a row reaches back, itself included; None = all.
+        is_causal: Whether a block row sees only block rows up to itself.
+    """
+    mask = None if valid is None else valid[:, None, None]
+    if window is not None and key_positions.shape[1] > window:
+        near = query_positions[:, None, :, None] - key_positions[:, None, None] < window
+        mask = near if mask is None else mask & near
+    if is_causal:
+        past = query_positions[:, None, :, None] >= key_positions[:, None, None]
+        mask = past if mask is None else mask & past
+    return mask
+
+
+def grouped_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of `[B, Hq, S, D]` queries to `[B, Hkv, columns, D]` keys and values, which are never repeated.
+
+    The query heads that share a key head become more rows of it.
+    """
+    batch, heads, rows, width = queries.shape
+    groups = heads // keys.shape[1]
+    if groups == 1:
+        return F.scaled_dot_product_attention(queries, keys, values, mask)
+    if mask is not None and mask.shape[2] != 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    folded = queries.reshape(batch, keys.shape[1], groups * rows, width)
+    return F.scaled_dot_product_attention(folded, keys, values, mask).reshape(batch, heads, rows, width)

@@ -1,0 +1,67 @@
+"""Loading a drafter's weights so that nothing can go missing quietly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+_LOADING: ContextVar[bool] = ContextVar("hf_treespec_loading", default=False)
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    token = _LOADING.set(True)
+    try:
+        yield
+    finally:
+        _LOADING.reset(token)
+
+
+class LoudLoading:
+    """Mixin for a `PreTrainedModel`: `from_pretrained` raises where transformers warns.
+
+    A tensor missing from the checkpoint would otherwise be drawn at random and only cost acceptance. As a second guard
+    such a tensor is filled with NaN. A model built from a configuration is initialised as usual.
+    """
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Loads a drafter; see `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: Tensors are missing, unexpected or have another shape; the message names them.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True
+        with _loading():
+            model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        problems = [
+            f"{label}: {', '.join(sorted(names))}"
+            for label, names in (
+                ("missing", info["missing_keys"]),
+                ("unexpected", info["unexpected_keys"]),
+                (
+                    "misshaped",
+                    [f"{name} {list(found)} instead of {list(wanted)}" for name, found, wanted in info["mismatched_keys"]],
+                ),
+            )
+            if names
+        ]
+        if problems:
+            raise ValueError(
+                f"the checkpoint does not fit {cls.__name__} with its config.json. Tensors {'; '.join(problems)}. "
+                "Use the checkpoint's own config.json, or the class its architecture names."
+            )
+        return (model, info) if wants_info else model
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        if _LOADING.get():
+            for parameter in module.parameters(recurse=False):
+                init.constant_(parameter, torch.nan)

@@ -1,0 +1,39 @@
+"""The small target and its drafters that come in the package, to try everything without a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..drafters import AutoDrafter
+from ..drafters.base import BlockDrafter
+
+_FOLDER = Path(__file__).parent
+
+
+def load(
+    dtype: torch.dtype | None = None, device: torch.device | str | None = None, *, family: str = "dflash"
+) -> tuple[PreTrainedModel, BlockDrafter, PreTrainedTokenizerBase]:
+    """Loads the embedded target, one of its drafters and their tokenizer.
+
+    Args:
+        dtype: Of both models; float32 by default (they lie on disk in float16).
+        device: Where to put them; the CPU by default.
+        family: Drafter family, the name of its folder.
+
+    Raises:
+        FileNotFoundError: The installation lacks the files.
+    """
+    paths = [_FOLDER / "target", _FOLDER / family]
+    for path in paths:
+        if not (path / "model.safetensors").is_file():
+            raise FileNotFoundError(
+                f"The embedded model `{path.name}` is not in this installation (no weights in {path}). Reinstall "
+                "hf-treespec from a wheel or a complete checkout, or train the pair with examples/train_embedded.py."
+            )
+    options = {"dtype": dtype or torch.float32, "local_files_only": True}
+    target = AutoModelForCausalLM.from_pretrained(paths[0], **options).to(device or "cpu")
+    drafter = AutoDrafter.from_pretrained(paths[1], **options).to(device or "cpu")
+    return target, drafter, AutoTokenizer.from_pretrained(paths[0], local_files_only=True)

@@ -1,0 +1,5 @@
+"""Measuring and checking: the demo, and the comparison with plain decoding."""
+
+from .verification import Difference, Verification, verify
+
+__all__ = ["Difference", "Verification", "verify"]

@@ -1,0 +1,347 @@
+"""The demo: the embedded pair writes Python, next to plain decoding, and both are compared and timed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from .. import embedded
+from ..decoding.report import GenerationReport
+from ..drafters.base import BlockDrafter
+from .demo_prompts import PROMPTS
+from .timing import TimedCall, timed_generate
+
+#: Sampling over the whole vocabulary, and greedy decoding kept from looping.
+REGIMES: dict[str, dict[str, Any]] = {
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0},
+    "greedy": {"do_sample": False, "repetition_penalty": 1.2},
+}
+TITLES = {"sampled": "sampled, temperature 0.8", "greedy": "greedy, repetition penalty 1.2"}
+
+#: A plain continuation that repeats more of its 4-grams than this is marked: looping text is easy to draft.
+REPETITION_LIMIT = 0.2
+
+
+@dataclass
+class ArmResult:
+    """All repeats of one way of decoding on one prompt."""
+
+    calls: list[TimedCall] = field(default_factory=list)
+    reports: list[GenerationReport] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> torch.Tensor:
+        return self.calls[0].sequence
+
+    @property
+    def seconds(self) -> float:
+        """Median over repeats, end to end."""
+        return statistics.median(call.seconds for call in self.calls)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Median over repeats, from the first new token on."""
+        return statistics.median(call.decode_seconds for call in self.calls)
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.calls[0].decode_tokens
+
+
+@dataclass
+class PromptResult:
+    """Everything measured on one prompt."""
+
+    name: str
+    arms: dict[str, ArmResult]
+    repeated_4grams: float
+
+    @property
+    def identical(self) -> bool:
+        """Whether every call of the tree and of the chain gave the very tokens of plain decoding."""
+        expected = self.arms["plain"].sequence
+        return all(torch.equal(expected, call.sequence) for arm in ("tree", "chain") for call in self.arms[arm].calls)
+
+
+def tokens_per_second(results: Iterable[ArmResult]) -> float | None:
+    """Decode-only tokens per second over some prompts; None where nothing was decoded after the first token."""
+    results = list(results)
+    seconds = sum(result.decode_seconds for result in results)
+    tokens = sum(result.decode_tokens for result in results)
+    return tokens / seconds if tokens and seconds > 0 else None
+
+
+def acceptance_length(reports: Iterable[GenerationReport]) -> float | None:
+    """Tokens committed per drafted round, pooled over rounds; None without a drafted round."""
+    reports = list(reports)
+    pairs = sum(report.pairs for report in reports)
+    return sum(report.committed for report in reports) / pairs if pairs else None
+
+
+def stage_ms(reports: Iterable[GenerationReport]) -> dict[str, float]:
+    """Mean milliseconds a round spends in each stage, pooled over rounds."""
+    reports = [report for report in reports if report.rounds]
+    rounds = sum(report.rounds for report in reports)
+    stages = reports[0].stage_ms if reports else {}
+    return {stage: sum(report.stage_ms[stage] * report.rounds for report in reports) / rounds for stage in stages}
+
+
+def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:
+    """Share of a sequence's n-grams that it has had before."""
+    grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
+    """What the JSON says about some prompts together, or about one."""
+
+    def ratio(numerator: float | None, denominator: float | None) -> float | None:
+        return numerator / denominator if numerator and denominator else None
+
+    speeds = {arm: tokens_per_second(result.arms[arm] for result in results) for arm in results[0].arms}
+    seconds = {arm: sum(result.arms[arm].seconds for result in results) for arm in results[0].arms}
+    reports = [report for result in results for report in result.arms["tree"].reports]
+    return {
+        "identical": all(result.identical for result in results),
+        "speedup": ratio(speeds["tree"], speeds["plain"]),
+        "end_to_end_speedup": ratio(seconds["plain"], seconds["tree"]),
+        "chain_speedup": ratio(speeds["chain"], speeds["plain"]),
+        "lookup_speedup": ratio(speeds["lookup"], speeds["plain"]),
+        "acceptance_length": acceptance_length(reports),
+        "chain_acceptance_length": acceptance_length(
+            report for result in results for report in result.arms["chain"].reports
+        ),
+        "tokens_per_second": speeds["tree"],
+        "plain_tokens_per_second": speeds["plain"],
+        "target_forwards": sum(result.arms["tree"].reports[0].target_forwards for result in results),
+        "stage_ms": stage_ms(reports),
+    }
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The embedded pair and what is to be measured with it.
+
+    Attributes:
+        target: Embedded target.
+        drafter: Its drafter.
+        tokenizer: Their tokenizer.
+        prompts: Names and texts.
+        max_new_tokens: Most tokens to generate for each prompt.
+        repeats: Times each arm runs on each prompt.
+        seed: The prompt of index i is sampled with `seed + i`.
+    """
+
+    target: PreTrainedModel
+    drafter: BlockDrafter
+    tokenizer: PreTrainedTokenizerBase
+    prompts: dict[str, str]
+    max_new_tokens: int = 128
+    repeats: int = 5
+    seed: int = 0
+
+    def arms(self) -> dict[str, dict[str, Any]]:
+        """The ways of decoding and what each adds to a `generate` call."""
+        return {
+            "plain": {},
+            "tree": {"assistant_model": self.drafter},
+            "chain": {"assistant_model": self.drafter.with_options(shape="chain")},
+            "lookup": {"prompt_lookup_num_tokens": 10},
+        }
+
+    def inputs(self, text: str) -> dict[str, torch.Tensor]:
+        """Model inputs of a prompt, led by the begin-of-text token as in training."""
+        ids = [self.tokenizer.bos_token_id, *self.tokenizer(text)["input_ids"]]
+        input_ids = torch.tensor([ids], device=self.target.device)
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+    def stream(self, console: Console, count: int) -> None:
+        """Writes the first prompts' continuations as they come, plain first, then with the drafter."""
+        options = {**REGIMES["sampled"], "max_new_tokens": self.max_new_tokens}
+        for index, (name, text) in enumerate(list(self.prompts.items())[:count]):
+            console.rule(f"[bold]{name}")
+            console.print(text, style="dim", end="", markup=False, highlight=False)
+            for title, style, arm in (("plain", "cyan", {}), ("with the drafter", "green", self.arms()["tree"])):
+                console.print(f"── {title} ", style=f"bold {style}")
+                torch.manual_seed(self.seed + index)
+                self.target.generate(
+                    **self.inputs(text), **options, **arm, streamer=_ConsoleStreamer(self.tokenizer, console, style)
+                )
+
+    def measure(self, regime: str) -> Iterator[PromptResult]:
+        """Runs every arm on every prompt, arms interleaved, and yields a result a prompt."""
+        arms = self.arms()
+        names = list(arms)
+        options = {**REGIMES[regime], "max_new_tokens": self.max_new_tokens}
+        for arm in names:
+            timed_generate(self.target, self.inputs("import os\n"), seed=self.seed, **options, **arms[arm])
+        for index, (name, text) in enumerate(self.prompts.items()):
+            inputs = self.inputs(text)
+            results = {arm: ArmResult() for arm in names}
+            for repeat in range(self.repeats):
+                # Each arm takes each place in turn, so that none always follows the same one.
+                turn = repeat % len(names)
+                for arm in names[turn:] + names[:turn]:
+                    call = timed_generate(self.target, inputs, seed=self.seed + index, **options, **arms[arm])
+                    results[arm].calls.append(call)
+                    drafter = arms[arm].get("assistant_model")
+                    if drafter is not None:
+                        results[arm].reports.append(drafter.last_report)
+            continuation = results["plain"].sequence[0, inputs["input_ids"].shape[1] :].tolist()
+            yield PromptResult(name, results, repeated_ngrams(continuation))
+
+
+class _ConsoleStreamer(TextStreamer):
+    """Writes finished text to a rich console."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console, style: str) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.console = console
+        self.style = style
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Writes a piece of text."""
+        end = "\n" if stream_end else ""
+        self.console.print(text, style=self.style, end=end, markup=False, highlight=False, soft_wrap=True)
+
+
+def _number(value: float | None, pattern: str = "{:.2f}") -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+def prompt_table(regime: str, results: Sequence[PromptResult]) -> Table:
+    """One line a prompt."""
+    table = Table(title=TITLES[regime], title_justify="left", title_style="bold")
+    table.add_column("prompt", no_wrap=True)
+    for column in ("identical", "plain tok/s", "ours tok/s", "speed-up", "τ", "forwards", "repeated 4-grams"):
+        table.add_column(column, justify="right")
+    for result in results:
+        row = summarise([result])
+        flagged = result.repeated_4grams > REPETITION_LIMIT
+        table.add_row(
+            result.name,
+            "yes" if row["identical"] else "[bold red]no",
+            _number(row["plain_tokens_per_second"], "{:.0f}"),
+            _number(row["tokens_per_second"], "{:.0f}"),
+            _number(row["speedup"], "{:.2f}×"),
+            _number(row["acceptance_length"]),
+            str(row["target_forwards"]),
+            f"[yellow]{result.repeated_4grams:.0%} repetitive" if flagged else f"{result.repeated_4grams:.0%}",
+        )
+    return table
+
+
+def pooled_table(regime: str, pooled: dict[str, Any]) -> Table:
+    """All prompts together: each way of decoding against plain, and where a round's time goes."""
+    table = Table(title=f"all prompts, {TITLES[regime]}", title_justify="left", title_style="bold", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    table.add_row("identical to plain decoding", "yes" if pooled["identical"] else "[bold red]no")
+    table.add_row("tokens per second, plain", _number(pooled["plain_tokens_per_second"], "{:.0f}"))
+    table.add_row("tokens per second, draft tree", _number(pooled["tokens_per_second"], "{:.0f}"))
+    table.add_row("[bold]speed-up, draft tree", f"[bold]{_number(pooled['speedup'], '{:.2f}×')}")
+    table.add_row("  the same, prefill included", _number(pooled["end_to_end_speedup"], "{:.2f}×"))
+    table.add_row("speed-up, draft chain", _number(pooled["chain_speedup"], "{:.2f}×"))
+    table.add_row("speed-up, prompt lookup", _number(pooled["lookup_speedup"], "{:.2f}×"))
+    table.add_row("tokens per round τ, tree", _number(pooled["acceptance_length"]))
+    table.add_row("tokens per round τ, chain", _number(pooled["chain_acceptance_length"]))
+    for stage, milliseconds in pooled["stage_ms"].items():
+        table.add_row(f"ms per round: {stage}", f"{milliseconds:.2f}")
+    return table
+
+
+def as_json(measured: dict[str, list[PromptResult]]) -> dict[str, Any]:
+    """The sampled regime at the top level, the greedy one beside it."""
+    sections = {
+        regime: {
+            "pooled": summarise(results),
+            "prompts": [
+                {"prompt": result.name, **summarise([result]), "repeated_4grams": result.repeated_4grams}
+                for result in results
+            ],
+        }
+        for regime, results in measured.items()
+    }
+    environment = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    return {**sections["sampled"], "greedy": sections["greedy"], "environment": environment}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_demo(
+    console: Console,
+    *,
+    prompts: int | None = None,
+    max_new_tokens: int = 128,
+    repeats: int = 5,
+    show: int = 2,
+    threads: int = 2,
+    seed: int = 0,
+    json_path: Path | None = None,
+) -> bool:
+    """Runs the demo on the embedded pair and prints what it finds.
+
+    Args:
+        console: Where to print.
+        prompts: Number of prompts, from the first; all by default.
+        max_new_tokens: Most tokens to generate for each.
+        repeats: Times each arm runs on each prompt; medians are shown.
+        show: Prompts whose continuations are streamed before anything is timed.
+        threads: Threads torch computes with.
+        seed: Seed of the first prompt; each next one has the next.
+        json_path: File for the results.
+
+    Returns:
+        Whether every assisted output was the plain one, token for token.
+    """
+    chosen = dict(list(PROMPTS.items())[:prompts])
+    with _threads(threads):
+        demo = Demo(*embedded.load(), chosen, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
+        demo.stream(console, show)
+        measured: dict[str, list[PromptResult]] = {}
+        with Progress(console=console, transient=True) as progress:
+            for regime in REGIMES:
+                task = progress.add_task(f"measuring, {TITLES[regime]}", total=len(chosen))
+                measured[regime] = []
+                for result in demo.measure(regime):
+                    measured[regime].append(result)
+                    progress.advance(task)
+        summary = as_json(measured)
+    for regime, results in measured.items():
+        console.print(prompt_table(regime, results))
+        console.print(pooled_table(regime, summarise(results)))
+    console.print(
+        "Speed-up is decode-only: tokens per second after the first token, against plain decoding, medians of "
+        f"{repeats} interleaved repeats. τ counts the tokens a drafted round commits, the target's own included. "
+        "Prompt lookup is there for its speed: when sampling, its tokens are not plain decoding's.",
+        style="dim",
+    )
+    if json_path is not None:
+        json_path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary["pooled"]["identical"] and summary["greedy"]["pooled"]["identical"]

@@ -1,0 +1,42 @@
+"""Loading a target, its drafter and its tokenizer by the names that the command line takes."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import embedded
+from ..drafters import AutoDrafter
+from ..drafters.base import BlockDrafter
+
+_EMBEDDED = "embedded"
+
+
+def load_pair(
+    target: str, drafter: str, *, dtype: torch.dtype | None = None, device: str | None = None
+) -> tuple[PreTrainedModel, BlockDrafter, PreTrainedTokenizerBase]:
+    """Loads a pair from Hub ids or paths, or the one in the package.
+
+    Args:
+        target: Hub id, path, or `"embedded"`.
+        drafter: Hub id, path, `"embedded"` or `"embedded:FAMILY"`.
+        dtype: Of both models; by default the target's own, or float32 for the embedded pair. A drafter is never cast
+            to float16, in which its activations may overflow: it keeps its own dtype then.
+        device: By default the GPU where there is one.
+
+    Raises:
+        ValueError: Only one of the two is embedded.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name, _, family = drafter.partition(":")
+    if (target == _EMBEDDED) != (name == _EMBEDDED):
+        raise ValueError(f"The embedded models belong together, got target {target!r} with drafter {drafter!r}.")
+    if target == _EMBEDDED:
+        return embedded.load(dtype, device, family=family or "dflash")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype or "auto").to(device)
+    drafter_dtype = "auto" if dtype in (None, torch.float16) else dtype
+    return (
+        model,
+        AutoDrafter.from_pretrained(drafter, dtype=drafter_dtype).to(device),
+        AutoTokenizer.from_pretrained(target),
+    )

@@ -1,0 +1,116 @@
+"""Text a target writes itself: the sequences its drafter is trained on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+
+class _RoomyLayer(DynamicLayer):
+    """A cache layer with room for the whole sequence, so that a decoding step copies no past."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.store: torch.Tensor | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+            batch, heads, _, width = key_states.shape
+            self.store = key_states.new_empty(2, batch, heads, self.capacity, width)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        self.store[0, :, :, start:end] = key_states
+        self.store[1, :, :, start:end] = value_states
+        self.keys, self.values = self.store[:, :, :, :end]
+        return self.keys, self.values
+
+
+def _roomy_cache(target: PreTrainedModel, capacity: int) -> DynamicCache:
+    cache = DynamicCache(config=target.config.get_text_config())
+    cache.layers = [_RoomyLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+@torch.no_grad()
+def sample_continuations(
+    target: PreTrainedModel,
+    prompts: torch.Tensor,
+    new_tokens: int,
+    *,
+    temperature: float = 0.8,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Samples `new_tokens` tokens behind each prompt; end-of-text is a token like any other.
+
+    Args:
+        prompts: Prompts of one length, long `[B, P]`.
+
+    Returns:
+        Prompts and continuations, long `[B, P + new_tokens]`.
+    """
+    batch, length = prompts.shape
+    cache = _roomy_cache(target, length + new_tokens)
+    tokens = torch.cat([prompts, prompts.new_zeros(batch, new_tokens)], dim=1)
+    fed = prompts
+    for position in range(length, length + new_tokens):
+        logits = target(input_ids=fed, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        fed = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        tokens[:, position] = fed[:, 0]
+    return tokens
+
+
+def write_continuations(
+    target: PreTrainedModel,
+    stream: np.ndarray,
+    folder: Path,
+    *,
+    sequences: int,
+    prompt_length: int = 128,
+    new_tokens: int = 384,
+    temperature: float = 0.8,
+    batch_size: int = 128,
+    seed: int = 0,
+) -> np.ndarray:
+    """Samples continuations of prompts cut from a token stream at random, into `.npy` shards of one batch.
+
+    Shards that are there already are kept: a killed run goes on where it was. Each shard depends only on the seed and
+    its number.
+
+    Returns:
+        All sequences, `[sequences, prompt_length + new_tokens]`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target.eval()
+    for shard in tqdm(range(-(-sequences // batch_size)), desc=f"continuations in {folder.name}"):
+        path = folder / f"{shard:05d}.npy"
+        if path.exists():
+            continue
+        rows = min(batch_size, sequences - shard * batch_size)
+        draws = np.random.default_rng([seed, shard])
+        starts = draws.integers(0, len(stream) - prompt_length, rows)
+        prompts = torch.from_numpy(np.stack([stream[start : start + prompt_length] for start in starts]).astype(np.int64))
+        generator = torch.Generator(target.device).manual_seed(int(draws.integers(2**63)))
+        tokens = sample_continuations(
+            target, prompts.to(target.device), new_tokens, temperature=temperature, generator=generator
+        )
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            np.save(file, tokens.cpu().numpy().astype(stream.dtype))
+        os.replace(partial, path)
+    return load_continuations(folder)[:sequences]
+
+
+def load_continuations(folder: Path) -> np.ndarray:
+    """Every sequence of a folder's shards, `[sequences, length]`."""
+    return np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])

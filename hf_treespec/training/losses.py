@@ -1,0 +1,85 @@
+"""Losses over a borrowed, frozen head, in chunks: no float32 `[tokens, vocabulary]` is ever held for all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+_CHUNK_ELEMENTS = 1 << 22
+
+#: Loss of each row from its student logits `[rows, V]` and the row numbers of the chunk.
+RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sums weighted row losses and keeps only their gradient to the hidden states."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        row_loss: RowLoss,
+        chunk: int,
+    ) -> torch.Tensor:
+        gradient = torch.empty_like(hidden)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            with torch.enable_grad():
+                leaf = hidden[rows].detach().requires_grad_()
+                loss = (row_loss(head(leaf), rows) * weights[rows]).sum()
+                (gradient[rows],) = torch.autograd.grad(loss, leaf)
+            total += loss.detach()
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0].to(gradient.dtype), None, None, None, None
+
+
+def distillation_loss(
+    hidden: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    kind: str,
+    temperature: float,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Weighted mean loss of drafted rows.
+
+    Args:
+        hidden: The drafter's final hidden states, `[rows, H]`.
+        teacher_hidden: The target's final hidden states at the position before each drafted one, `[rows, H]`.
+        labels: Tokens that stand at the drafted positions, long `[rows]`.
+        weights: Weight of each row, float32 `[rows]`.
+        head: The target's head, from hidden states to float32 logits.
+        kind: `"kl"`: cross-entropy to the target's own distribution, which is the expectation of `"ce"` over the next
+            token and has the gradient of the KL divergence; `"ce"`: to the tokens themselves, as in the paper.
+        temperature: Temperature of the target's distribution for `"kl"`.
+
+    Raises:
+        ValueError: `kind` is neither.
+    """
+    if kind not in ("kl", "ce"):
+        raise ValueError(f'loss is {kind!r}; it must be "kl" or "ce".')
+
+    def row_loss(logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        if kind == "ce":
+            return F.cross_entropy(logits, labels[rows], reduction="none")
+        with torch.no_grad():
+            wanted = (head(teacher_hidden[rows]) / temperature).softmax(-1)
+        # Σ p (lse − logit) = lse − p · logit, as p sums to one.
+        return logits.logsumexp(-1) - (wanted * logits).sum(-1)
+
+    chunk = max(1, _CHUNK_ELEMENTS // vocab_size)
+    return _ChunkedLoss.apply(hidden, weights, head, row_loss, chunk) / weights.sum()
