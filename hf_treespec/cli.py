@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from . import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -75,13 +76,9 @@ RepetitionPenaltyOption = Annotated[float, typer.Option(min=0.0, help="Penalty o
 
 
 def _print_version(wanted: bool) -> None:
-    if not wanted:
-        return
-    try:
-        typer.echo(version("hf-treespec"))
-    except PackageNotFoundError:
-        typer.echo("unknown (not installed)")
-    raise typer.Exit
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @app.callback()
@@ -294,6 +291,93 @@ def verify(
                     f"[{colour}]{difference.verdict}[/]"
                 )
     raise typer.Exit(0 if passed else 1)
+
+
+@train_app.command("dflash")
+def train_dflash_command(
+    target: Annotated[str, typer.Argument(help="Target model: Hub id or path.")],
+    data: Annotated[
+        list[Path],
+        typer.Option("--data", exists=True, dir_okay=False, help="Text file, or JSONL with `text`; may repeat."),
+    ],
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder for the drafter and the state of the run.")],
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the drafter.")] = 5,
+    block_size: Annotated[int, typer.Option(min=2, help="Rows of a block, the anchor included.")] = 16,
+    mask_token_id: Annotated[
+        int | None,
+        typer.Option(help="Mask token; the tokenizer's, or the first id it does not use, if not set."),
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Continuations to sample from the target.")] = 4096,
+    held_out_sequences: Annotated[int, typer.Option(min=1, help="Continuations to measure acceptance on.")] = 32,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, cut from the data.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a continuation.")] = 384,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Temperature of the continuations.")] = 0.8,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 2000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks drawn from a sequence.")] = 128,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 6e-4,
+    save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints and measurements.")] = 250,
+    dtype: Annotated[Precision, typer.Option(help="Format of the target; the drafter is trained in float32.")] = (
+        Precision.auto
+    ),
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Train a DFlash drafter on text that the target itself continues. Run again, it goes on where it stopped."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .drafters.dflash import DFlashConfig, DFlashDrafter
+    from .training.continuations import write_continuations
+    from .training.dflash import initialise_from_target, train_dflash
+    from .training.streams import documents, token_stream
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype.torch_dtype() or "auto").to(device)
+        stream = token_stream(documents(data), tokenizer)
+    except (OSError, ValueError) as error:
+        raise _fail(error) from None
+    if mask_token_id is None:
+        mask_token_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+    if mask_token_id >= model.config.get_text_config().vocab_size:
+        raise typer.BadParameter(
+            "the target has no unused token to mask with; choose one", param_hint="--mask-token-id"
+        )
+    held_out = len(stream) // 20
+    if held_out <= prompt_length:
+        raise typer.BadParameter(f"{len(stream)} tokens are too few for held-out prompts of {prompt_length}")
+
+    torch.manual_seed(seed)
+    config = DFlashConfig.for_target(
+        model.config, num_hidden_layers=layers, block_size=block_size, mask_token_id=mask_token_id
+    )
+    drafter = initialise_from_target(DFlashDrafter(config), model).to(device)
+    sampling: dict[str, Any] = {"prompt_length": prompt_length, "new_tokens": new_tokens, "temperature": temperature}
+    folder = output / "continuations"
+    train = write_continuations(
+        model, stream[:-held_out], folder / "train", sequences=sequences, seed=seed, **sampling
+    )
+    measured = write_continuations(
+        model, stream[-held_out:], folder / "held_out", sequences=held_out_sequences, seed=seed + 1, **sampling
+    )
+    metrics = train_dflash(
+        drafter,
+        model,
+        train,
+        measured,
+        output / "run",
+        prompt_length=prompt_length,
+        anchors=anchors,
+        batch_size=batch_size,
+        max_steps=steps,
+        learning_rate=learning_rate,
+        save_steps=save_steps,
+        seed=seed,
+    )
+    drafter.save_pretrained(output)
+    typer.echo("\n".join(f"{name}: {value:.3f}" for name, value in metrics.items()))
 
 
 def _shorten(text: str, length: int = 60) -> str:

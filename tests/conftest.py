@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,22 +14,6 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "matrix: the full product of the exactness matrix (hours); -m matrix runs it")
-    # transformers repeats advice about samplers and caches that is not under test here.
-    warnings.filterwarnings("ignore", module="transformers")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the full matrix out unless a marker expression asks for it."""
-    if "matrix" in (config.getoption("markexpr") or ""):
-        return
-    kept = [item for item in items if item.get_closest_marker("matrix") is None]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,7 @@
-"""Tiny random targets: 4 layers, hidden size 64, vocabulary 97, float32, logits of a few units so that greedy ties are rare."""
+"""Tiny random targets: 4 layers, hidden size 64, vocabulary 97, float32.
+
+Their logits are of a few units, so that greedy ties are rare.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +82,7 @@ def _vlm(**fields: Any) -> Qwen2_5_VLConfig:
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(lambda **f: Qwen3Config(**f, head_dim=16)),
     "qwen3_sliding": Family(
-        lambda **f: Qwen3Config(
-            **f, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
-        ),
+        lambda **f: Qwen3Config(**f, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
         sliding=True,
     ),
     "llama": Family(lambda **f: LlamaConfig(**f)),

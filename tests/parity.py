@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from models import PAD, VOCAB
 from rigged import RiggedDrafter, rigged, rows_of
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 Inputs = dict[str, torch.Tensor]
 
@@ -71,9 +74,13 @@ class _StateRecorder(LogitsProcessor):
         return scores
 
 
-def plain_gap(model: PreTrainedModel, inputs: Inputs, seed: int, row: int, step: int, options: dict[str, Any]) -> float:
-    """Gap between the two tokens plain decoding was choosing from at a step: of their scores, or, in a draw, of
-    their scores less the logarithms of their noise."""
+def plain_gap(
+    model: PreTrainedModel, inputs: Inputs, seed: int, row: int, step: int, options: dict[str, Any]
+) -> float:
+    """Gap between the two tokens plain decoding was choosing from at a step.
+
+    Of their log-probabilities, or, in a draw, of those less the logarithms of their noise.
+    """
     recorder = _StateRecorder()
     processors = LogitsProcessorList([*options.get("logits_processor", []), recorder])
     asked = {"return_dict_in_generate": True, "output_scores": True, "logits_processor": processors, "streamer": None}
@@ -172,7 +179,10 @@ def compare(
     options = {"max_new_tokens": 24, **options}
     fresh = per_run if per_run is not None else dict
     plain = run(model, inputs, seed, **options, **fresh())
-    rows = rows_of(plain.sequences, inputs, eos) if "input_ids" in inputs else []
+    rows = rows_of(plain.sequences, inputs, eos)
+    if len(rows) > 1:
+        # Rows that something else than an end token stopped go on as padding.
+        rows = [row[: max(place for place, token in enumerate(row) if token != PAD) + 1] for row in rows]
     vocabulary = model.config.get_text_config().vocab_size
     drafter = drafter if drafter is not None else rigged(rows, kind, slots=slots, seed=seed, vocab_size=vocabulary)
     drafter.rig.rows = rows
@@ -182,3 +192,32 @@ def compare(
     for session in drafter.rig.sessions:
         assert session.closed >= 1, "a session was left open"
     return plain, assisted, view
+
+
+@contextmanager
+def counting(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Counts forwards of a target; the list grows by the rows of each."""
+    forwards: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        ids = kwargs.get("input_ids")
+        forwards.append(0 if ids is None else ids.shape[1])
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield forwards
+    finally:
+        handle.remove()
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of one printable character per token, for the tiny targets' vocabulary."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<unk>": 2}
+    vocabulary.update({chr(33 + index): 3 + index for index in range(VOCAB - 3)})
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>")

@@ -1,8 +1,8 @@
-"""Drafters that know the answer: they propose lattices round an oracle continuation and check what the loop tells them.
+"""Drafters that know the answer: lattices round an oracle continuation, and checks of what the loop tells them.
 
-A `Rig` is the mutable script of a drafter (what to propose, what to check) and its logbook; views made by `with_options`
-share it. Sessions hold the loop to its contract: positions are contiguous, every committed position's feature arrives
-exactly once before it is needed, anchors are the committed tokens, walks end on nodes that were verified.
+A `Rig` is the mutable script of a drafter (what to propose, what to check) and its logbook; views made by
+`with_options` share it. Sessions hold the loop to its contract: positions are contiguous, every committed position's
+feature arrives exactly once before it is needed, anchors are the committed tokens, walks end on verified nodes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class RiggedSession(DraftSession):
         self.held: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
         self.first: list[int | None] = [None] * batch_size
         self.tree: DraftTree | None = None
-        self.tree_start: list[int] = []
         self.closed = 0
 
     # What the loop calls
@@ -158,7 +157,7 @@ class RiggedSession(DraftSession):
                 wanted = self.rig.rows[row][position]
                 assert anchor == wanted, f"row {row}: anchor {anchor} at {position}, the plain run holds {wanted}"
         self._check_walk(state, positions, added)
-        self.tree_start = positions
+        self.tree = None
         self.rig.calls.append(
             {
                 "call": call,
@@ -257,7 +256,8 @@ class RiggedSession(DraftSession):
         if slots == 1:
             return DraftLattice.marginal(tokens.squeeze(2), log_probs.squeeze(2))
         next_slot = torch.randint(-1, slots, tokens.shape, generator=self.generator)
-        dead_end = torch.rand(batch_size, depth, generator=self.generator) < (0.0 if self.rig.kind == "perfect" else 0.1)
+        dead_ends = 0.0 if self.rig.kind == "perfect" else 0.1
+        dead_end = torch.rand(batch_size, depth, generator=self.generator) < dead_ends
         following = torch.where(dead_end, -1, torch.cat([path_slot[:, 1:], path_slot[:, :1]], 1))
         next_slot = torch.where(is_right & on_path.unsqueeze(-1), following[:, :, None, None], next_slot)
         next_slot[:, -1] = -1
@@ -284,7 +284,7 @@ class RiggedDrafter(BlockDrafter):
 
     def __init__(self, config: RiggedConfig) -> None:
         super().__init__(config)
-        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.weights = torch.nn.Linear(1, 1)
         self.rig = Rig()
         self.post_init()
 
@@ -295,7 +295,7 @@ class RiggedDrafter(BlockDrafter):
         self.rig.checked.append(target)
         vocabulary = target.config.get_text_config().vocab_size
         if vocabulary != self.config.vocab_size:
-            raise ValueError(f"vocab_size {self.config.vocab_size} of the rigged drafter is not the target's {vocabulary}")
+            raise ValueError(f"the rigged drafter's vocab_size is {self.config.vocab_size}, the target's {vocabulary}")
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int, **options: Any) -> RiggedSession:
         session = self.session_class(self.rig, self.config, batch_size, max_length)

@@ -17,6 +17,8 @@ from parity import GREEDY, SAMPLED, Inputs, Run, assert_same, eos_tokens, run
 from rigged import BLOCK, RiggedDrafter, rigged, rows_of
 
 import hf_treespec  # noqa: F401  (teaches generate() about drafters)
+from hf_treespec.decoding.sampling import scores_only
+from hf_treespec.decoding.walk import Walk
 
 NEW_TOKENS = 20
 
@@ -159,17 +161,52 @@ def test_design(cell: Cell) -> None:
     check(cell)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The full product, made only where it was asked for: collecting it takes longer than many a test."""
+    if "any_cell" in metafunc.fixturenames:
+        expression = metafunc.config.getoption("markexpr") or ""
+        asked = "matrix" in expression and "not matrix" not in expression
+        metafunc.parametrize("any_cell", CELLS if asked else CELLS[:1], ids=name)
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("cell", CELLS, ids=name)
-def test_full_matrix(cell: Cell) -> None:
-    check(cell)
+def test_full_matrix(any_cell: Cell) -> None:
+    check(any_cell)
+
+
+@pytest.mark.parametrize("shape", ["chain", 4, 16, 64])
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("draft", ["half", "branched"])
+def test_walks_on_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, draft: str, rows: int, mode: str, shape: str | int
+) -> None:
+    """The walk that picks every node of a round at once, which an accelerator takes, run here."""
+    taken = []
+    init, picked = Walk.__init__, Walk._walk_picked
+
+    def at_once(self: Any, call_rows: Any, processors: Any, picker: Any, lockstep: bool = False) -> None:
+        init(self, call_rows, processors, picker, lockstep)
+        self._at_once = scores_only(processors) and not self.lockstep
+
+    def count(self: Any, *args: Any) -> Any:
+        taken.append(1)
+        return picked(self, *args)
+
+    monkeypatch.setattr(Walk, "__init__", at_once)
+    monkeypatch.setattr(Walk, "_walk_picked", count)
+    cell = {"family": "qwen3", "attention": "sdpa", "cache": "dynamic", "shape": shape, "draft": draft, "batch": rows}
+    check({**cell, "mode": mode})
+    assert taken
 
 
 def coverage_table() -> str:
     """How many combinations of each group the design holds, of those that exist."""
     lines = [f"{len(DESIGN)} of {len(CELLS)} cells; left out: " + "; ".join(EXCLUSIONS)]
-    for group in GROUPS:
-        lines.append(f"{' × '.join(group):32s} {len(covered(DESIGN, group)):4d} of {len(covered(CELLS, group)):4d}")
+    lines.extend(
+        f"{' × '.join(group):32s} {len(covered(DESIGN, group)):4d} of {len(covered(CELLS, group)):4d}"
+        for group in GROUPS
+    )
     return "\n".join(lines)
 
 

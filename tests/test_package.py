@@ -35,7 +35,7 @@ RANKS = {
 
 
 def part_of(module: str) -> str:
-    """Part of the package that a module such as `hf_treespec.trees.lattice` belongs to; empty for the package itself."""
+    """Part of the package a module such as `hf_treespec.trees.lattice` belongs to; empty for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
 

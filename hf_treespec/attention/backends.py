@@ -1,9 +1,9 @@
 """Attention kernels that also return the log-sum-exp of their scores, behind one signature.
 
 Every backend's `attend` takes `query [B, H, N, D]`, `key` and `value [B, Hk, S, D]` with S > 0 and `Hk` dividing `H`,
-an additive mask `[B or 1, 1 or H, N, S]` or None, and a scale; it returns `out [B, H, N, D]` and float32
-`lse [B, H, N]`. Keys and values are never repeated for grouped queries: the queries of a group are packed as more
-rows of their key head.
+an additive mask `[B or 1, 1 or H, N, S]` or None, and a scale; it returns `out [B, H, N, D]`, in the query's dtype or
+in float32, and float32 `lse [B, H, N]`. Keys and values are never repeated for grouped queries: the queries of a group
+are packed as more rows of their key head.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MathBackend:
     ) -> Partial:
         batch, heads, rows, _ = query.shape
         packed = pack_groups(query, key.shape[1])
-        scores = (packed @ key.transpose(-1, -2)).float() * scale
+        scores = packed.float() @ key.float().transpose(-1, -2) * scale
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
         scores = scores.view(batch, heads, rows, -1)
@@ -53,7 +53,7 @@ class MathBackend:
         lse = scores.logsumexp(-1)
         # A row that sees nothing has lse −inf, and −inf − −inf is NaN.
         weights = (scores - lse.clamp(min=torch.finfo(torch.float32).min).unsqueeze(-1)).exp()
-        out = pack_groups(weights.to(value.dtype), key.shape[1]) @ value
+        out = pack_groups(weights, key.shape[1]) @ value.float()
         return out.view(batch, heads, rows, -1), lse
 
 
@@ -90,8 +90,9 @@ class SdpaBackend:
             out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
                 pack_groups(query, groups), key, value, bias, True, scale=scale
             )[:2]
-            # Its lse is padded to whole blocks of queries.
+            # Its lse is padded to whole blocks of queries, and need not be a number where a row saw nothing.
             lse = lse_by_row(lse, rows * heads // groups)
+            lse = lse.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         return out.reshape(batch, heads, rows, -1), lse.reshape(batch, heads, rows)
 
 
@@ -148,8 +149,8 @@ def align_bias(bias: torch.Tensor) -> torch.Tensor:
     strides = [stride for stride, length in zip(bias.stride()[:-1], bias.shape[:-1], strict=True) if length > 1]
     if bias.stride(-1) == 1 and bias.storage_offset() % unit == 0 and all(stride % unit == 0 for stride in strides):
         return bias
-    padding = -bias.shape[-1] % unit
-    return torch.nn.functional.pad(bias, (0, padding))[..., : bias.shape[-1]] if padding else bias.contiguous()
+    padded = torch.nn.functional.pad(bias, (0, -bias.shape[-1] % unit)) if bias.shape[-1] % unit else bias.clone()
+    return padded.contiguous()[..., : bias.shape[-1]]
 
 
 def lse_by_row(lse: torch.Tensor, rows: int) -> torch.Tensor:

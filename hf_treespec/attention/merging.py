@@ -16,7 +16,7 @@ def merge(
     """Merges two partial attentions `(out, lse)` over disjoint keys into that over all of them.
 
     Returns:
-        `(out, lse)` in the first output's dtype and float32. Queries that see neither part get zeros and −inf where
+        `(out, lse)`, both float32 unless the outputs are wider. Queries that see neither part get zeros and −inf where
         both lse are −inf.
     """
     (out_a, lse_a), (out_b, lse_b) = first, second
@@ -30,7 +30,7 @@ def merge(
     weight_a, weight_b = (weight_a / total).unsqueeze(-1), (weight_b / total).unsqueeze(-1)
     # A kernel may leave NaN in rows that saw nothing, and NaN · 0 is NaN.
     merged = (out_a * weight_a).masked_fill(weight_a == 0, 0.0) + (out_b * weight_b).masked_fill(weight_b == 0, 0.0)
-    return merged.to(out_a.dtype), lse
+    return merged, lse
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -129,7 +129,7 @@ def check_content(layer: Any, role: LayerRole, index: int, batch_size: int, capa
 
     Args:
         batch_size: Rows of the call.
-        capacity: Columns a row of the call may need, trees included.
+        capacity: Longest sequence of the call plus its largest tree.
 
     Raises:
         UnsupportedCache: Other rows than the call's, a static layer too small for a batch, a sliding layer that lost
@@ -137,10 +137,12 @@ def check_content(layer: Any, role: LayerRole, index: int, batch_size: int, capa
     """
     where = f"cache layer {index} ({type(layer).__name__})"
     length = int(layer.get_seq_length())
-    if role is LayerRole.STATIC and batch_size > 1 and layer.max_cache_len < capacity:
+    # A row that ends first may fill all but its last token, and the others' trees still come after it.
+    needed = capacity - 1
+    if role is LayerRole.STATIC and batch_size > 1 and layer.max_cache_len < needed:
         raise UnsupportedCache(
-            f"a static cache must hold {capacity} columns for the trees of a batch of {batch_size}, but {where} has "
-            f"max_cache_len={layer.max_cache_len}; pass a StaticCache of {capacity} columns, or no cache"
+            f"a static cache must hold {needed} columns for the trees of a batch of {batch_size}, but {where} has "
+            f"max_cache_len={layer.max_cache_len}; pass a StaticCache of {needed} columns, or no cache"
         )
     if role is LayerRole.RESIDUAL:
         axes = (layer.axis_key, layer.axis_value)
@@ -163,20 +165,26 @@ def check_content(layer: Any, role: LayerRole, index: int, batch_size: int, capa
             f"{keys.shape[2]}: it was cropped after passing its window; call `activate_past_recording()` before, or "
             "pass a new cache"
         )
-    if role is LayerRole.STATIC_SLIDING:
+    if isinstance(layer, StaticSlidingWindowLayer):
         # Its counter tensor follows the length until the window is full and then stands still; a crop moves both.
         counted = int(layer.cumulative_length)
         if counted < 0 or (length < layer.max_cache_len and counted != length):
             raise UnsupportedCache(f"{where} was cropped after passing its window; pass a new cache")
+        if role is LayerRole.STATIC and length > layer.max_cache_len:
+            raise UnsupportedCache(
+                f"{where} holds the last {layer.max_cache_len} of {length} columns, fewer than its window reaches; "
+                "pass a larger StaticCache, or no cache"
+            )
 
 
 def grow_static(cache: Cache, config: PreTrainedConfig, slots: int) -> StaticCache:
-    """A fresh static cache with `slots` more columns, to replace one that `generate` has just made.
+    """A fresh static cache with `slots + 1` more columns, to replace one that `generate` has just made.
 
     Args:
         cache: A static cache that holds nothing yet.
         config: The target's config.
-        slots: Columns the largest tree needs beyond plain decoding.
+        slots: Rows of the largest tree beyond its root. One column more is for batches, whose trees may come after a
+            row that is already complete.
 
     Raises:
         ValueError: `cache` is not static, or not empty.
@@ -186,9 +194,7 @@ def grow_static(cache: Cache, config: PreTrainedConfig, slots: int) -> StaticCac
     if any(layer.is_initialized and int(layer.get_seq_length()) for layer in _with_columns(cache)):
         raise ValueError("only an empty StaticCache can be replaced by a larger one")
     columns = max(layer.max_cache_len for layer in _with_columns(cache))
-    # At least one more: a layer shorter than its window has max_cache_len columns, a full one exactly its window, and
-    # a cache made with exactly one window's columns would take itself for the first.
-    return StaticCache(config=config, max_cache_len=columns + max(slots, 1), offloading=cache.offloading)
+    return StaticCache(config=config, max_cache_len=columns + slots + 1, offloading=cache.offloading)
 
 
 def _with_columns(cache: Cache) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
-from .capabilities import LayerRole, UnsupportedCache, check_cache, check_content, layer_role
+from .capabilities import LayerRole, UnsupportedCache, check_cache, check_content, grow_static, layer_role
 from .tree_layers import Moves, Rows, TreeLayer, TreeResidualLayer, TreeSlidingLayer, TreeStaticLayer, tree_layer
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ class TreeCache:
     The order of calls: `attach`, the prefill, `prefilled`, then a round at a time `view`, `tree_forward` and `commit`,
     and `detach` on every way out.
     """
+
+    grow_static = staticmethod(grow_static)
 
     def __init__(self, cache: Any, rows: Rows) -> None:
         self._cache = cache
@@ -38,7 +40,7 @@ class TreeCache:
             cache: A transformers cache, empty or not.
             text_config: The target's text config.
             batch_size: Rows of the call, B.
-            capacity: Columns a row may need: longest sequence plus the largest tree.
+            capacity: Longest sequence of the call plus its largest tree.
 
         Raises:
             UnsupportedCache: The cache cannot verify trees; it is left as it was.

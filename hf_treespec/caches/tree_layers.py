@@ -241,14 +241,16 @@ class TreeLayer(CacheLayerMixin):
         self._relocate(self.start, begin - self.start, max(begin + count, doubled))
 
     def _relocate(self, first: int, kept: int, columns: int) -> None:
-        """Moves `kept` columns from sequence index `first` on to the front of buffers of `columns` columns."""
+        """Moves `kept` columns from sequence index `first` on to the front of buffers of `columns` columns.
+
+        Within one buffer this never overlaps: it is done when over `columns − count` are taken and at most half of
+        that is kept.
+        """
         source = first - self.start
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old if columns == old.shape[2] else self._zeros(old, columns)
-            content = old.narrow(2, source, kept)
-            overlaps = new is old and source < kept
-            new.narrow(2, 0, kept).copy_(content.clone() if overlaps else content)
+            new.narrow(2, 0, kept).copy_(old.narrow(2, source, kept))
             setattr(self, name, new)
         self.rows.bytes_relocated += kept * self.column_bytes
         self.start = first

@@ -102,9 +102,9 @@ class TreeDecoding:
         cache = self.model_kwargs[CACHE_KEYWORD]
         session = contexts.recall(cache, self.drafter, self.batch_size)
         if self.generation_config.cache_implementation == "static" and cache.get_seq_length() == 0:
-            cache = grow_static(cache, text_config, self.controller.largest() - 1)
+            cache = grow_static(cache, text_config, self.controller.largest())
             self.model_kwargs[CACHE_KEYWORD] = cache
-        self.cache = TreeCache.attach(cache, text_config, self.batch_size, max_length + self.controller.largest())
+        self.cache = TreeCache.attach(cache, text_config, self.batch_size, max_length - 1 + self.controller.largest())
         self._resources.callback(self.cache.detach)
         self.session = session or self.drafter.start(target, self.batch_size, max_length)
         self._resources.callback(self.session.close)

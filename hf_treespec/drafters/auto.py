@@ -44,9 +44,7 @@ def families() -> tuple[type[BlockDrafter], ...]:
     return tuple(_FAMILIES)
 
 
-def find_family(
-    config: Mapping[str, Any], tensor_names: frozenset[str] = frozenset()
-) -> type[BlockDrafter] | None:
+def find_family(config: Mapping[str, Any], tensor_names: frozenset[str] = frozenset()) -> type[BlockDrafter] | None:
     """The drafter class of a checkpoint, from its `config.json` and, where known, the names of its tensors."""
     for family in families():
         if cast(DrafterFamily, family).recognises(dict(config), tensor_names):

@@ -41,18 +41,12 @@ class LoudLoading:
         kwargs["ignore_mismatched_sizes"] = True
         with _loading():
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
-        problems = [
-            f"{label}: {', '.join(sorted(names))}"
-            for label, names in (
-                ("missing", info["missing_keys"]),
-                ("unexpected", info["unexpected_keys"]),
-                (
-                    "misshaped",
-                    [f"{name} {list(found)} instead of {list(wanted)}" for name, found, wanted in info["mismatched_keys"]],
-                ),
-            )
-            if names
-        ]
+        found = {
+            "missing": info["missing_keys"],
+            "unexpected": info["unexpected_keys"],
+            "misshaped": [f"{name} {[*has]} instead of {[*wants]}" for name, has, wants in info["mismatched_keys"]],
+        }
+        problems = [f"{what}: {', '.join(sorted(names))}" for what, names in found.items() if names]
         if problems:
             raise ValueError(
                 f"the checkpoint does not fit {cls.__name__} with its config.json. Tensors {'; '.join(problems)}. "

@@ -29,7 +29,7 @@ REGIMES: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0},
     "greedy": {"do_sample": False, "repetition_penalty": 1.2},
 }
-TITLES = {"sampled": "sampled, temperature 0.8", "greedy": "greedy, repetition penalty 1.2"}
+TITLES = {"sampled": "sampling at temperature 0.8", "greedy": "greedy, repetition penalty 1.2"}
 
 #: A plain continuation that repeats more of its 4-grams than this is marked: looping text is easy to draft.
 REPETITION_LIMIT = 0.2
@@ -69,11 +69,10 @@ class PromptResult:
     arms: dict[str, ArmResult]
     repeated_4grams: float
 
-    @property
-    def identical(self) -> bool:
-        """Whether every call of the tree and of the chain gave the very tokens of plain decoding."""
+    def identical(self, *arms: str) -> bool:
+        """Whether every call of some arms gave the very tokens of plain decoding."""
         expected = self.arms["plain"].sequence
-        return all(torch.equal(expected, call.sequence) for arm in ("tree", "chain") for call in self.arms[arm].calls)
+        return all(torch.equal(expected, call.sequence) for arm in arms for call in self.arms[arm].calls)
 
 
 def tokens_per_second(results: Iterable[ArmResult]) -> float | None:
@@ -115,7 +114,7 @@ def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
     seconds = {arm: sum(result.arms[arm].seconds for result in results) for arm in results[0].arms}
     reports = [report for result in results for report in result.arms["tree"].reports]
     return {
-        "identical": all(result.identical for result in results),
+        "identical": all(result.identical("tree", "chain") for result in results),
         "speedup": ratio(speeds["tree"], speeds["plain"]),
         "end_to_end_speedup": ratio(seconds["plain"], seconds["tree"]),
         "chain_speedup": ratio(speeds["chain"], speeds["plain"]),
@@ -224,7 +223,7 @@ def _number(value: float | None, pattern: str = "{:.2f}") -> str:
 
 def prompt_table(regime: str, results: Sequence[PromptResult]) -> Table:
     """One line a prompt."""
-    table = Table(title=TITLES[regime], title_justify="left", title_style="bold")
+    table = Table(title=f"{TITLES[regime][0].upper()}{TITLES[regime][1:]}", title_justify="left", title_style="bold")
     table.add_column("prompt", no_wrap=True)
     for column in ("identical", "plain tok/s", "ours tok/s", "speed-up", "τ", "forwards", "repeated 4-grams"):
         table.add_column(column, justify="right")
@@ -244,22 +243,34 @@ def prompt_table(regime: str, results: Sequence[PromptResult]) -> Table:
     return table
 
 
-def pooled_table(regime: str, pooled: dict[str, Any]) -> Table:
-    """All prompts together: each way of decoding against plain, and where a round's time goes."""
-    table = Table(title=f"all prompts, {TITLES[regime]}", title_justify="left", title_style="bold", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right")
-    table.add_row("identical to plain decoding", "yes" if pooled["identical"] else "[bold red]no")
-    table.add_row("tokens per second, plain", _number(pooled["plain_tokens_per_second"], "{:.0f}"))
-    table.add_row("tokens per second, draft tree", _number(pooled["tokens_per_second"], "{:.0f}"))
-    table.add_row("[bold]speed-up, draft tree", f"[bold]{_number(pooled['speedup'], '{:.2f}×')}")
-    table.add_row("  the same, prefill included", _number(pooled["end_to_end_speedup"], "{:.2f}×"))
-    table.add_row("speed-up, draft chain", _number(pooled["chain_speedup"], "{:.2f}×"))
-    table.add_row("speed-up, prompt lookup", _number(pooled["lookup_speedup"], "{:.2f}×"))
-    table.add_row("tokens per round τ, tree", _number(pooled["acceptance_length"]))
-    table.add_row("tokens per round τ, chain", _number(pooled["chain_acceptance_length"]))
-    for stage, milliseconds in pooled["stage_ms"].items():
-        table.add_row(f"ms per round: {stage}", f"{milliseconds:.2f}")
+def pooled_table(regime: str, results: Sequence[PromptResult]) -> Table:
+    """All prompts together: one line a way of decoding, and where a round's time goes."""
+    pooled = summarise(results)
+    stages = " · ".join(f"{stage} {milliseconds:.2f}" for stage, milliseconds in pooled["stage_ms"].items())
+    table = Table(
+        title=f"All prompts, {TITLES[regime]}", title_justify="left", title_style="bold", caption_justify="left"
+    )
+    table.caption = f"ms per round, draft tree: {stages}"
+    table.add_column("", no_wrap=True)
+    for column in ("identical", "tok/s", "speed-up", "with prefill", "τ"):
+        table.add_column(column, justify="right")
+    names = {"plain": "plain", "tree": "[bold]draft tree", "chain": "draft chain", "lookup": "prompt lookup"}
+    seconds = {arm: sum(result.arms[arm].seconds for result in results) for arm in names}
+    plain_speed = tokens_per_second(result.arms["plain"] for result in results)
+    for arm, title in names.items():
+        speed = tokens_per_second(result.arms[arm] for result in results)
+        drafted = arm in ("tree", "chain")
+        same = all(result.identical(arm) for result in results)
+        table.add_row(
+            title,
+            ("yes" if same else "[bold red]no") if drafted else "",
+            _number(speed, "{:.0f}"),
+            _number(speed / plain_speed if speed and plain_speed else None, "{:.2f}×"),
+            _number(seconds["plain"] / seconds[arm], "{:.2f}×"),
+            _number(acceptance_length(report for result in results for report in result.arms[arm].reports))
+            if drafted
+            else "",
+        )
     return table
 
 
@@ -335,7 +346,7 @@ def run_demo(
         summary = as_json(measured)
     for regime, results in measured.items():
         console.print(prompt_table(regime, results))
-        console.print(pooled_table(regime, summarise(results)))
+        console.print(pooled_table(regime, results))
     console.print(
         "Speed-up is decode-only: tokens per second after the first token, against plain decoding, medians of "
         f"{repeats} interleaved repeats. τ counts the tokens a drafted round commits, the target's own included. "

@@ -67,13 +67,13 @@ def acceptance_lengths(
 
 
 def _best(modules: TargetModules, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best `width` tokens of each drafted row and their log-probabilities, `[..., width]`."""
+    """Best `width` tokens of each drafted row and their log-probabilities, `[..., width]` on the host."""
     rows = hidden.flatten(0, -2)
     found = []
     for chunk in rows.split(max(1, _CHUNK_ELEMENTS // modules.vocab_size)):
         logits = modules.logits(chunk)
         best, tokens = logits.topk(min(width, logits.shape[-1]))
-        found.append((tokens, best - logits.logsumexp(-1, keepdim=True)))
+        found.append((tokens.cpu(), (best - logits.logsumexp(-1, keepdim=True)).cpu()))
     tokens, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
     shape = (*hidden.shape[:-1], -1)
     return tokens.view(shape), log_probs.view(shape)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging
 
 
 class _RoomyLayer(DynamicLayer):
@@ -92,22 +91,26 @@ def write_continuations(
     """
     folder.mkdir(parents=True, exist_ok=True)
     target.eval()
-    for shard in tqdm(range(-(-sequences // batch_size)), desc=f"continuations in {folder.name}"):
+    for shard in logging.tqdm(range(-(-sequences // batch_size)), desc=f"continuations in {folder.name}"):
         path = folder / f"{shard:05d}.npy"
         if path.exists():
             continue
         rows = min(batch_size, sequences - shard * batch_size)
         draws = np.random.default_rng([seed, shard])
         starts = draws.integers(0, len(stream) - prompt_length, rows)
-        prompts = torch.from_numpy(np.stack([stream[start : start + prompt_length] for start in starts]).astype(np.int64))
+        cut = np.stack([stream[start : start + prompt_length] for start in starts]).astype(np.int64)
         generator = torch.Generator(target.device).manual_seed(int(draws.integers(2**63)))
         tokens = sample_continuations(
-            target, prompts.to(target.device), new_tokens, temperature=temperature, generator=generator
+            target,
+            torch.from_numpy(cut).to(target.device),
+            new_tokens,
+            temperature=temperature,
+            generator=generator,
         )
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
             np.save(file, tokens.cpu().numpy().astype(stream.dtype))
-        os.replace(partial, path)
+        partial.replace(path)
     return load_continuations(folder)[:sequences]
 
 

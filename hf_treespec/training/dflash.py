@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerControl, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..drafters.base import TargetModules
@@ -23,6 +23,14 @@ from .teacher import teacher_forward
 
 #: Decay γ of the weight e^{−(k−1)/γ} of the k-th drafted token, by block size (paper, A.1).
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+def initialise_from_target(drafter: DFlashDrafter, target: PreTrainedModel) -> DFlashDrafter:
+    """Copies the target's final norm, which scales the hidden states for the borrowed head. Returns the drafter."""
+    weight = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.shape == drafter.norm.weight.shape:
+        drafter.norm.weight.data.copy_(weight.data)
+    return drafter
 
 
 class TokenSequences(Dataset):
@@ -48,6 +56,9 @@ class DFlashObjective(nn.Module):
         gamma: Decay of the weights along a block; by block size when None.
     """
 
+    target: PreTrainedModel
+    borrowed: TargetModules
+
     def __init__(
         self,
         drafter: DFlashDrafter,
@@ -62,7 +73,7 @@ class DFlashObjective(nn.Module):
         self.drafter = drafter
         # Kept out of the registered modules: neither saved nor trained nor moved with the drafter.
         object.__setattr__(self, "target", target.eval().requires_grad_(False))
-        object.__setattr__(self, "modules_of_target", TargetModules(target))
+        object.__setattr__(self, "borrowed", TargetModules(target))
         self.anchors, self.loss, self.temperature = anchors, loss, temperature
         size = drafter.config.block_size
         decay = gamma or GAMMA.get(size, size / 2)
@@ -70,12 +81,13 @@ class DFlashObjective(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Loss of whole sequences, long `[B, T]`, over freshly drawn anchors."""
-        anchors = sample_anchors(*input_ids.shape, self.drafter.config.block_size, self.anchors).to(input_ids.device)
-        return {"loss": self.loss_at(input_ids, anchors)}
+        batch, length = input_ids.shape
+        anchors = sample_anchors(batch, length, self.drafter.config.block_size, self.anchors)
+        return {"loss": self.loss_at(input_ids, anchors.to(input_ids.device))}
 
     def loss_at(self, input_ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Loss over the blocks of given anchors, long `[B, A]`."""
-        drafter, modules = self.drafter, self.modules_of_target
+        drafter, modules = self.drafter, self.borrowed
         features, teacher = teacher_forward(self.target, input_ids, drafter.config.target_layer_ids)
         hidden = draft_blocks(drafter, modules, input_ids, features, anchors)
         places = anchors[:, :, None] + torch.arange(1, drafter.config.block_size, device=anchors.device)
@@ -121,7 +133,7 @@ class DFlashTrainer(Trainer):
         objective.train(was_training)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 

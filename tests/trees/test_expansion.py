@@ -117,6 +117,16 @@ def test_parents_precede_children_of_probability_one() -> None:
         assert tree.log_scores.tolist() == [[0.0, 0.0, 0.0, 0.0]]
 
 
+def test_no_rounding_error_lifts_a_node_over_its_parent() -> None:
+    log_probs = torch.tensor([[[2e-7, 1e-7], [3e-7, 2e-7]]])
+    lattice = DraftLattice.marginal(torch.tensor([[[1, 2], [3, 4]]]), log_probs)
+    for form in (expand_heap, expand_levels):
+        tree = form(lattice, torch.tensor([9]), 7)
+        assert tree.tokens.tolist() == [[9, 1, 2, 3, 4, 3, 4]]
+        assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2]]
+        assert not tree.log_scores.any()
+
+
 def test_scores_that_overflow_are_no_nodes() -> None:
     low = torch.finfo(torch.float32).min
     lattice = DraftLattice.marginal(torch.tensor([[[1], [2]]]), torch.tensor([[[low], [low]]]))

@@ -105,7 +105,8 @@ class DFlashConfig(PreTrainedConfig):
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         if target_layer_ids is None:
-            target_layer_ids = [1] if num_target_layers is None else spread_layer_ids(num_target_layers, num_hidden_layers)
+            layers = num_target_layers
+            target_layer_ids = [1] if layers is None else spread_layer_ids(layers, num_hidden_layers)
         self.target_layer_ids = list(target_layer_ids)
         self.target_hidden_size = target_hidden_size or hidden_size
         self.num_target_layers = num_target_layers

@@ -1,7 +1,7 @@
 """Turns the configuration of a z-lab DFlash checkpoint into this package's fields.
 
-Tensors need no conversion: their names are the same. Two generations of the format exist: `block_size` at the top level
-or inside `dflash_config`, and `rope_theta` with `rope_scaling` or one `rope_parameters`.
+Tensors need no conversion: their names are the same. Two generations of the format exist: `block_size` at the top
+level or inside `dflash_config`, and `rope_theta` with `rope_scaling` or one `rope_parameters`.
 """
 
 from __future__ import annotations

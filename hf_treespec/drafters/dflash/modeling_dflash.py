@@ -1,13 +1,13 @@
 """The DFlash drafter: a few Qwen3 layers that denoise a block of mask tokens over the target's features.
 
-Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). The context, one fused feature
-a position, enters every layer as keys and values only; queries are the rows of the block.
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). The context, one fused
+feature a position, enters every layer as keys and values only; queries are the rows of the block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -18,12 +18,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
+    rotate_half,
 )
 
 from ..base import BlockDrafter
 from ..loading import LoudLoading
 from .configuration_dflash import DFlashConfig
+from .convert_dflash import is_zlab
 
 #: What a layer's queries see: `(layer, queries [B, Hq, S, D], keys, values [B, Hkv, T + S, D]) -> [B, Hq, S, D]`,
 #: where the T new context rows stand before the S block rows.
@@ -47,12 +48,10 @@ class DFlashAttention(nn.Module):
     def keys_values(
         self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys and values `[B, Hkv, T, D]` of `rows` `[B, T, H]` at the positions of `cos` and `sin`."""
+        """Rotated keys and values `[B, Hkv, T, D]` of `rows` `[B, T, H]`, `cos` and `sin` `[B, T, D]`."""
         heads = (*rows.shape[:-1], -1, self.head_dim)
         keys = self.k_norm(self.k_proj(rows).view(heads)).transpose(1, 2)
-        # The rotation takes a pair; an empty first member leaves one.
-        _, keys = apply_rotary_pos_emb(keys[:, :0], keys, cos, sin)
-        return keys, self.v_proj(rows).view(heads).transpose(1, 2)
+        return rotate(keys, cos, sin), self.v_proj(rows).view(heads).transpose(1, 2)
 
     def forward(
         self,
@@ -63,26 +62,20 @@ class DFlashAttention(nn.Module):
         attend: Attend,
     ) -> torch.Tensor:
         batch, rows, _ = hidden.shape
+        queries = self.q_norm(self.q_proj(hidden).view(batch, rows, -1, self.head_dim)).transpose(1, 2)
+        queries = rotate(queries, cos[:, -rows:], sin[:, -rows:])
+        # Context and block share their projections, so one pass serves both.
         sources = hidden if context is None else torch.cat([context, hidden], dim=1)
-        queries = self.q_norm(self.q_proj(hidden).view(batch, rows, -1, self.head_dim))
-        keys = self.k_norm(self.k_proj(sources).view(batch, sources.shape[1], -1, self.head_dim))
-        values = self.v_proj(sources).view(batch, sources.shape[1], -1, self.head_dim).transpose(1, 2)
-        if context is None:
-            queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
-        else:
-            queries, keys = _rotate(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
-        mixed = attend(self.layer, queries, keys, values)
+        mixed = attend(self.layer, queries, *self.keys_values(sources, cos, sin))
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, rows, -1))
 
 
-def _rotate(
-    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates queries that stand at the last of the keys' positions."""
-    rows = queries.shape[2]
-    rotated, _ = apply_rotary_pos_emb(queries, queries[:, :0], cos[:, -rows:], sin[:, -rows:])
-    _, keys = apply_rotary_pos_emb(keys[:, :0], keys, cos, sin)
-    return rotated, keys
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates `[B, heads, T, D]` by the angles of `cos` and `sin` `[B, T, D]`.
+
+    `apply_rotary_pos_emb` for one tensor, since queries and keys stand at different positions here.
+    """
+    return heads * cos.unsqueeze(1) + rotate_half(heads) * sin.unsqueeze(1)
 
 
 class DFlashLayer(nn.Module):
@@ -117,7 +110,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
     config_class = DFlashConfig
     config: DFlashConfig
     main_input_name = "noise_embeds"
-    _no_split_modules = ["DFlashLayer"]
+    _no_split_modules: ClassVar[list[str]] = ["DFlashLayer"]
 
     #: Default decoding options of this drafter, and the report of the last call that used it.
     treespec_config: Any = None
@@ -129,14 +122,12 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
 
     @classmethod
     def recognises(cls, config: dict[str, Any], tensor_names: frozenset[str] = frozenset()) -> bool:
         """Whether a checkpoint is one of this family, from its `config.json` and, where known, its tensors."""
-        from .convert_dflash import is_zlab
-
         if config.get("model_type") == DFlashConfig.model_type:
             return True
         if not is_zlab(config) or "treeflash_config" in config:
@@ -165,6 +156,14 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         for layer in self.layers:
             block = layer(block, context, cos, sin, attend)
         return self.norm(block)
+
+    def project_context(
+        self, context: torch.Tensor, positions: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every layer's keys and values `[B, Hkv, T, D]` of context rows `[B, T, H]`, without drafting."""
+        cos, sin = self.rotary_emb(context, positions)
+        for layer in self.layers:
+            yield cast(DFlashLayer, layer).self_attn.keys_values(context, cos, sin)
 
     def forward(
         self,
@@ -225,11 +224,11 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
             )
         _require(text.hidden_size, config.hidden_size, "hidden size", "hidden_size")
         _require(text.hidden_size, config.target_hidden_size, "feature width", "target_hidden_size")
-        if self.fc.in_features != len(config.target_layer_ids) * config.target_hidden_size:
+        fused = len(config.target_layer_ids) * config.target_hidden_size
+        if self.fc.in_features != fused:
             raise ValueError(
                 f"fc takes {self.fc.in_features} features, but {len(config.target_layer_ids)} feature layers of width "
-                f"{config.target_hidden_size} give {len(config.target_layer_ids) * config.target_hidden_size}; correct "
-                "target_layer_ids in the drafter's config.json."
+                f"{config.target_hidden_size} give {fused}; correct target_layer_ids in the drafter's config.json."
             )
         if config.num_target_layers is not None:
             _require(text.num_hidden_layers, config.num_target_layers, "number of layers", "num_target_layers")
@@ -248,9 +247,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
                 "mask_token_id in the drafter's config.json or resize the target's embedding."
             )
 
-    def start(  # type: ignore[override]
-        self, target: PreTrainedModel, batch_size: int, max_length: int, *, temperature: float = 1.0
-    ) -> Any:
+    def start(self, target: PreTrainedModel, batch_size: int, max_length: int, *, temperature: float = 1.0) -> Any:
         """Opens a session for one `generate` call; see `DFlashSession`."""
         from .session import DFlashSession
 
@@ -260,8 +257,8 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
 def _require(found: int, wanted: int, what: str, field: str) -> None:
     if found != wanted:
         raise ValueError(
-            f"the target's {what} is {found}, the drafter's {field} is {wanted}; they must be equal. Use the target this "
-            "drafter was trained for."
+            f"the target's {what} is {found}, the drafter's {field} is {wanted}; they must be equal. Use the target "
+            "this drafter was trained for."
         )
 
 

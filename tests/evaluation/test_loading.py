@@ -1,0 +1,61 @@
+"""Pairs by name, and the embedded pair from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import build_pair, save_pair
+
+from hf_treespec import embedded
+from hf_treespec.evaluation.loading import load_pair
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder laid out as the package's own: weights in float16, the drafter under its family's name."""
+    folder = tmp_path_factory.mktemp("embedded")
+    target, drafter, tokenizer = build_pair()
+    save_pair((target.half(), drafter.half(), tokenizer), folder)
+    (folder / "drafter").rename(folder / "dflash")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target_dtype", "drafter_dtype"),
+    [
+        (None, torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16, torch.float32),  # float16 could overflow in the drafter
+    ],
+)
+def test_dtypes(tmp_path: Path, dtype, target_dtype, drafter_dtype):
+    target, drafter, _ = load_pair(*save_pair(build_pair(), tmp_path), dtype=dtype, device="cpu")
+    assert target.dtype == target_dtype
+    assert drafter.dtype == drafter_dtype
+    assert not target.training
+    assert not drafter.training
+
+
+@pytest.mark.parametrize("drafter", ["embedded", "embedded:dflash"])
+def test_embedded_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch, drafter: str):
+    monkeypatch.setattr(embedded, "_FOLDER", folder)
+    loaded = load_pair("embedded", drafter, device="cpu")
+    for model, built in zip(loaded[:2], build_pair()[:2], strict=True):
+        assert model.dtype == torch.float32
+        for name, tensor in built.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor.half().float()), name
+    assert embedded.load(torch.bfloat16)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("names", [("embedded", "some/drafter"), ("some/target", "embedded:dflash")])
+def test_embedded_models_belong_together(names: tuple[str, str]):
+    with pytest.raises(ValueError, match="belong together"):
+        load_pair(*names)
+
+
+def test_a_missing_family_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded, "_FOLDER", folder)
+    with pytest.raises(FileNotFoundError, match="`flexdraft` is not in this installation"):
+        load_pair("embedded", "embedded:flexdraft")

@@ -1,0 +1,202 @@
+"""The command line, in process, on a tiny random pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import torch
+import typer
+from pairs import PROMPT, Pair, build_pair, save_pair
+from typer.testing import CliRunner
+
+import hf_treespec
+from hf_treespec import embedded
+from hf_treespec.cli import app
+from hf_treespec.drafters.auto import AutoDrafter
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return build_pair()
+
+
+@pytest.fixture(scope="module")
+def paths(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return save_pair(pair, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def tampered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assisted calls end on another token than plain ones."""
+    kind = type(pair[0])
+    original = kind.generate
+
+    def generate(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        if getattr(kwargs.get("assistant_model"), "last_report", None) is not None:
+            output[:, -1] = (output[:, -1] + 1) % 300
+        return output
+
+    monkeypatch.setattr(kind, "generate", generate)
+
+
+def commands(group: click.Command, name: str = "hf-treespec") -> Iterator[tuple[str, click.Command]]:
+    for child_name, child in getattr(group, "commands", {}).items():
+        yield f"{name} {child_name}", child
+        yield from commands(child, f"{name} {child_name}")
+
+
+def test_version():
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.strip() == hf_treespec.__version__
+
+
+def test_everything_is_documented():
+    found = dict(commands(typer.main.get_command(app)))
+    assert {"hf-treespec demo", "hf-treespec generate", "hf-treespec verify", "hf-treespec train dflash"} <= set(found)
+    for name, command in found.items():
+        assert command.help, name
+        for parameter in command.params:
+            if parameter.name != "help":
+                assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+        assert runner.invoke(app, [*name.split()[1:], "--help"]).exit_code == 0
+
+
+def test_generate_streams_what_plain_decoding_writes(pair: Pair, paths: tuple[str, str]):
+    target, _, tokenizer = pair
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    output = target.generate(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=20, do_sample=False
+    )
+    expected = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    for arguments, stdin in ((["--prompt", PROMPT], None), ([], PROMPT)):
+        result = runner.invoke(app, ["generate", *paths, "--max-new-tokens", "20", *arguments], input=stdin)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.rstrip("\n") == expected.rstrip("\n")
+        assert "20 tokens in" in result.stderr
+
+
+def test_generate_samples_by_seed(paths: tuple[str, str]):
+    def write(seed: int) -> str:
+        sampling = ["--temperature", "1.0", "--top-p", "0.95", "--seed", str(seed), "--max-new-tokens", "24"]
+        return runner.invoke(app, ["generate", *paths, "-p", PROMPT, "--no-report", *sampling]).stdout
+
+    assert write(0) == write(0)
+    assert write(0) != write(1)
+
+
+def test_generate_takes_options(paths: tuple[str, str]):
+    arguments = ["generate", *paths, "-p", PROMPT, "--max-new-tokens", "8", "--budget", "3", "--shape", "chain"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "3.0 nodes" in result.stderr or "2." in result.stderr
+
+
+def test_verify_passes(paths: tuple[str, str]):
+    result = runner.invoke(app, ["verify", *paths, "-p", PROMPT, "-p", "x = [1]", "--max-new-tokens", "16"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("identical") == 4
+    assert "[1]" in result.stdout
+
+
+@pytest.mark.usefixtures("tampered")
+def test_verify_tells_a_bug(paths: tuple[str, str]):
+    arguments = ["verify", *paths, "-p", PROMPT, "--max-new-tokens", "16"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "identical" not in result.stdout
+    assert result.stdout.count("first difference at new token 15") == 2
+    assert result.stdout.count("bug") == 2
+
+
+@pytest.mark.usefixtures("tampered")
+def test_verify_passes_with_ties(paths: tuple[str, str]):
+    result = runner.invoke(app, ["verify", *paths, "-p", PROMPT, "--max-new-tokens", "4", "--tolerance", "1e9"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("tie\n") == 2
+
+
+@pytest.mark.parametrize("command", ["generate", "verify"])
+def test_what_cannot_be_loaded_is_said_in_a_line(command: str, tmp_path: Path, paths: tuple[str, str]):
+    for pair in ((str(tmp_path / "nothing"), paths[1]), (paths[0], paths[0]), ("embedded", paths[1])):
+        result = runner.invoke(app, [command, *pair, "-p", PROMPT])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("Error: ")
+
+
+class TestDemo:
+    arguments = ("demo", "--repeats", "2", "--prompts", "2", "--max-new-tokens", "8", "--show", "1", "--threads", "1")
+
+    @pytest.fixture(autouse=True)
+    def _tiny(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(embedded, "load", lambda *args, **kwargs: pair)
+
+    def test_results(self, tmp_path: Path):
+        file = tmp_path / "demo.json"
+        result = runner.invoke(app, [*self.arguments, "--json", str(file)])
+        assert result.exit_code == 0, result.output
+        assert "argparse script" in result.stdout
+        assert "draft tree" in result.stdout
+        found = json.loads(file.read_text())
+        pooled = {
+            "identical",
+            "speedup",
+            "acceptance_length",
+            "tokens_per_second",
+            "plain_tokens_per_second",
+            "lookup_speedup",
+            "stage_ms",
+        }
+        for section in (found, found["greedy"]):
+            assert pooled <= section["pooled"].keys()
+            assert section["pooled"]["identical"] is True
+            assert section["pooled"]["speedup"] > 0
+            assert len(section["prompts"]) == 2
+            for prompt in section["prompts"]:
+                assert pooled | {"repeated_4grams"} <= prompt.keys()
+        assert set(found["pooled"]["stage_ms"]) == {"propose", "expand", "verify", "walk", "commit", "other"}
+        assert torch.get_num_threads() == 1
+
+    @pytest.mark.usefixtures("tampered")
+    def test_a_difference_fails(self):
+        result = runner.invoke(app, self.arguments)
+        assert result.exit_code == 1
+        assert "no" in result.stdout
+
+
+def test_demo_without_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(embedded, "_FOLDER", tmp_path)
+    result = runner.invoke(app, ["demo"])
+    assert result.exit_code == 2
+    assert "`target` is not in this installation" in result.stderr
+
+
+def test_train_dflash(paths: tuple[str, str], tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": PROMPT * 20}) + "\n" for _ in range(20)))
+    output = tmp_path / "drafter"
+    small = {
+        "--layers": 1,
+        "--block-size": 4,
+        "--sequences": 4,
+        "--held-out-sequences": 2,
+        "--prompt-length": 8,
+        "--new-tokens": 24,
+        "--steps": 2,
+        "--batch-size": 2,
+        "--anchors": 4,
+        "--save-steps": 2,
+    }
+    options = [str(part) for option in small.items() for part in option]
+    result = runner.invoke(app, ["train", "dflash", paths[0], "--data", str(data), "--output", str(output), *options])
+    assert result.exit_code == 0, result.output
+    assert "eval_tau_tree_16: " in result.stdout
+    assert AutoDrafter.from_pretrained(output).config.block_size == 4
+    assert runner.invoke(app, ["verify", paths[0], str(output), "-p", PROMPT]).exit_code == 0
