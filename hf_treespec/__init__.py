@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import embedded
 from .configuration import TreeSpecConfig
-from .decoding import GenerationReport, UnsupportedRequest, install, uninstall
+from .decoding import GenerationReport, UnsupportedRequestError, install, uninstall
 from .drafters.auto import AutoDrafter
 
 __version__ = "0.1.0"
@@ -16,7 +16,7 @@ __all__ = [
     "AutoDrafter",
     "GenerationReport",
     "TreeSpecConfig",
-    "UnsupportedRequest",
+    "UnsupportedRequestError",
     "embedded",
     "install",
     "uninstall",

@@ -33,7 +33,9 @@ class TreeSpecConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
-            raise ValueError(f"`budget` counts verified rows with the root and must be an integer >= 1, got {self.budget!r}.")
+            raise ValueError(
+                f"`budget` counts verified rows with the root and must be an integer >= 1, got {self.budget!r}."
+            )
         if self.shape not in ("tree", "chain"):
             raise ValueError(f"`shape` must be 'tree' or 'chain', got {self.shape!r}.")
         if self.depth is not None and self.depth < 1:

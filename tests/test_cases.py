@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from typing import Any
 
@@ -629,6 +630,7 @@ def test_c43_every_call_says_what_it_did() -> None:
         lengths.append(report.acceptance_length)
         assert report.acceptance_by_depth == sorted(report.acceptance_by_depth, reverse=True)
         assert report.tokens == 25
+        assert json.loads(json.dumps(report.to_dict()))["acceptance_length"] == report.acceptance_length
     assert lengths == [BLOCK, 1.0]
     assert drafter.last_report is None
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import PAD, VOCAB, batch, build, hook_count, prompt, target
+from models import PAD, VOCAB, batch, build, dflash, hook_count, prompt, target
 from parity import GREEDY, SAMPLED, Inputs, assert_same, compare, counting, eos_tokens, run, tokenizer
 from rigged import BLOCK, rigged, rows_of
 from transformers import (
@@ -523,6 +523,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ensemble": ({"assistant_ensemble_weight": 0.5}, "ensemble"),
     "mtp": ({"use_mtp": True}, "mtp"),
     "no_cache": ({"use_cache": False}, "cache"),
+    "synced": ({"synced_gpus": True}, "synced_gpus"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "attention"),
 }
 
@@ -633,6 +634,33 @@ def test_configurations_are_untouched() -> None:
     assert sequences[0, 9:].tolist() == base()[:12]
     assert snapshot() == before
     assert max(call["depth"] for call in view.rig.proposals) <= 5
+
+
+def test_options_of_the_generation_config_win() -> None:
+    """The same option given twice: the generation config's counts."""
+    plain = run(model(), prompt(), **GREEDY, max_new_tokens=NEW)
+    view = rigged(rows_of(plain.sequences, prompt()), "half").with_options(budget=24)
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=PAD)
+    config.treespec = hf_treespec.TreeSpecConfig(budget=3)
+    assisted = run(model(), prompt(), generation_config=config, assistant_model=view)
+    assert_same(plain, assisted, model(), prompt(), {**GREEDY, "max_new_tokens": NEW})
+    assert 1 < view.last_report.mean_nodes <= 3
+    run(model(), prompt(), **GREEDY, max_new_tokens=NEW, assistant_model=view)
+    assert view.last_report.mean_nodes > 3
+
+
+def test_misspelt_arguments_are_still_caught() -> None:
+    with pytest.raises(ValueError, match="max_new_token"):
+        model().generate(**prompt(), assistant_model=rigged([]).with_options(budget=4), max_new_token=3)
+
+
+def test_the_stock_loop_for_dflash_is_left_alone() -> None:
+    """`speculation_type="dflash"` asks for transformers' own loop, which drives our drafter too."""
+    options = {"max_new_tokens": NEW, **GREEDY}
+    drafter = dflash("qwen3", "sdpa").with_options(budget=8)
+    assisted = run(model(), prompt(), assistant_model=drafter, speculation_type="dflash", **options)
+    assert torch.equal(assisted.sequences, run(model(), prompt(), **options).sequences)
+    assert drafter.last_report is None
 
 
 # Company on one target

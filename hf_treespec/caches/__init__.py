@@ -1,6 +1,6 @@
 """Caches that verify a tree in one forward and keep the accepted path of it in place."""
 
-from .capabilities import UnsupportedCache, grow_static
+from .capabilities import UnsupportedCacheError, grow_static
 from .commit import TreeCache
 
-__all__ = ["TreeCache", "UnsupportedCache", "grow_static"]
+__all__ = ["TreeCache", "UnsupportedCacheError", "grow_static"]

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 
-class UnsupportedCache(ValueError):  # noqa: N818  (the public name)
+class UnsupportedCacheError(ValueError):
     """A cache that cannot verify draft trees; the message names the rule, the value and the fix."""
 
 
@@ -63,12 +63,12 @@ def layer_role(layer: Any, index: int) -> LayerRole:
         index: Its place, for messages.
 
     Raises:
-        UnsupportedCache: The layer keeps states that a branch cannot be rolled back from, or is of no known kind.
+        UnsupportedCacheError: The layer keeps states that a branch cannot be rolled back from, or is of no known kind.
     """
     cls = type(layer)
     where = f"cache layer {index} ({cls.__name__})"
     if hasattr(layer, "recurrent_states") or hasattr(cls, "update_recurrent_state"):
-        raise UnsupportedCache(
+        raise UnsupportedCacheError(
             f"tree verification needs layers that can forget a branch, but {where} keeps convolution or recurrent "
             "states, which cannot be rolled back to a branch; use a target without recurrent layers, or generate "
             "without a drafter"
@@ -77,7 +77,7 @@ def layer_role(layer: Any, index: int) -> LayerRole:
         return LayerRole.STATELESS
     extra = sorted(name for name in dir(cls) if name.startswith("update_"))
     if extra:
-        raise UnsupportedCache(
+        raise UnsupportedCacheError(
             f"tree verification moves keys and values only, but {where} keeps more ({', '.join(extra)}); use a "
             "target without an indexer or compressor, or generate without a drafter"
         )
@@ -85,7 +85,7 @@ def layer_role(layer: Any, index: int) -> LayerRole:
         if isinstance(layer, base) and not _differs(cls, base, _LAYER_METHODS):
             return role
     known = ", ".join(base.__name__ for base in _ROLES)
-    raise UnsupportedCache(
+    raise UnsupportedCacheError(
         f"tree verification replaces layers that store like {known}, but {where} stores in its own way; pass a "
         "DynamicCache, or no cache"
     )
@@ -95,18 +95,20 @@ def check_cache(cache: Any, text_config: PreTrainedConfig) -> None:
     """Checks the cache object itself; its layers are judged by `layer_role`.
 
     Raises:
-        UnsupportedCache: Encoder-decoder, offloaded, or not a cache of transformers' own behaviour.
+        UnsupportedCacheError: Encoder-decoder, offloaded, or not a cache of transformers' own behaviour.
     """
     name = type(cache).__name__
     if hasattr(cache, "cross_attention_cache") or getattr(text_config, "is_encoder_decoder", False):
-        raise UnsupportedCache(f"tree verification is for decoder-only targets, but the cache is a {name}")
+        raise UnsupportedCacheError(f"tree verification is for decoder-only targets, but the cache is a {name}")
     if not isinstance(cache, Cache):
-        raise UnsupportedCache(f"the cache must be a transformers Cache, not {name}; pass a DynamicCache, or no cache")
+        raise UnsupportedCacheError(
+            f"the cache must be a transformers Cache, not {name}; pass a DynamicCache, or no cache"
+        )
     own = _differs(type(cache), Cache, _CACHE_METHODS)
     if own:
-        raise UnsupportedCache(f"{name} has its own {', '.join(own)}; pass a DynamicCache, or no cache")
+        raise UnsupportedCacheError(f"{name} has its own {', '.join(own)}; pass a DynamicCache, or no cache")
     if cache.offloading:
-        raise UnsupportedCache(
+        raise UnsupportedCacheError(
             f"tree verification writes every layer in place, but this {name} is offloaded (offloading=True); pass a "
             "cache that stays on the device, or a quantised one"
         )
@@ -132,7 +134,7 @@ def check_content(layer: Any, role: LayerRole, index: int, batch_size: int, capa
         capacity: Longest sequence of the call plus its largest tree.
 
     Raises:
-        UnsupportedCache: Other rows than the call's, a static layer too small for a batch, a sliding layer that lost
+        UnsupportedCacheError: Other rows than the call's, a static layer too small for a batch, a sliding layer that lost
             columns it would need (cropped after passing its window), groups that mix the rows of a batch.
     """
     where = f"cache layer {index} ({type(layer).__name__})"
@@ -140,27 +142,31 @@ def check_content(layer: Any, role: LayerRole, index: int, batch_size: int, capa
     # A row that ends first may fill all but its last token, and the others' trees still come after it.
     needed = capacity - 1
     if role is LayerRole.STATIC and batch_size > 1 and layer.max_cache_len < needed:
-        raise UnsupportedCache(
+        raise UnsupportedCacheError(
             f"a static cache must hold {needed} columns for the trees of a batch of {batch_size}, but {where} has "
             f"max_cache_len={layer.max_cache_len}; pass a StaticCache of {needed} columns, or no cache"
         )
     if role is LayerRole.RESIDUAL:
         axes = (layer.axis_key, layer.axis_value)
         if batch_size > 1 and axes != (0, 0):
-            raise UnsupportedCache(
+            raise UnsupportedCacheError(
                 f"in a batch of {batch_size} a quantisation group may not mix rows, but {where} groups along axes "
                 f"{axes}; set axis_key=0 and axis_value=0, use the fp8 backend, or one row"
             )
         if getattr(layer, "_pending_beam_idx", None) is not None:
-            raise UnsupportedCache(f"{where} waits for a beam reordering; pass a cache that no beam search has used")
+            raise UnsupportedCacheError(
+                f"{where} waits for a beam reordering; pass a cache that no beam search has used"
+            )
     content = stored_columns(layer, role)
     if content is None:
         return
     keys = content[0]
     if keys.dim() == 4 and keys.shape[0] != batch_size:
-        raise UnsupportedCache(f"the cache must hold the {batch_size} rows of the call, but {where} has {len(keys)}")
+        raise UnsupportedCacheError(
+            f"the cache must hold the {batch_size} rows of the call, but {where} has {len(keys)}"
+        )
     if role is LayerRole.SLIDING and keys.shape[2] < min(length, layer.sliding_window - 1):
-        raise UnsupportedCache(
+        raise UnsupportedCacheError(
             f"{where} should hold the last {min(length, layer.sliding_window - 1)} of its {length} columns but has "
             f"{keys.shape[2]}: it was cropped after passing its window; call `activate_past_recording()` before, or "
             "pass a new cache"
@@ -169,9 +175,9 @@ def check_content(layer: Any, role: LayerRole, index: int, batch_size: int, capa
         # Its counter tensor follows the length until the window is full and then stands still; a crop moves both.
         counted = int(layer.cumulative_length)
         if counted < 0 or (length < layer.max_cache_len and counted != length):
-            raise UnsupportedCache(f"{where} was cropped after passing its window; pass a new cache")
+            raise UnsupportedCacheError(f"{where} was cropped after passing its window; pass a new cache")
         if role is LayerRole.STATIC and length > layer.max_cache_len:
-            raise UnsupportedCache(
+            raise UnsupportedCacheError(
                 f"{where} holds the last {layer.max_cache_len} of {length} columns, fewer than its window reaches; "
                 "pass a larger StaticCache, or no cache"
             )
@@ -203,7 +209,7 @@ def _with_columns(cache: Cache) -> list[Any]:
 
 __all__ = [
     "LayerRole",
-    "UnsupportedCache",
+    "UnsupportedCacheError",
     "check_cache",
     "check_content",
     "grow_static",

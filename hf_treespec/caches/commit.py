@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
-from .capabilities import LayerRole, UnsupportedCache, check_cache, check_content, grow_static, layer_role
+from .capabilities import LayerRole, UnsupportedCacheError, check_cache, check_content, grow_static, layer_role
 from .tree_layers import Moves, Rows, TreeLayer, TreeResidualLayer, TreeSlidingLayer, TreeStaticLayer, tree_layer
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TreeCache:
             capacity: Longest sequence of the call plus its largest tree.
 
         Raises:
-            UnsupportedCache: The cache cannot verify trees; it is left as it was.
+            UnsupportedCacheError: The cache cannot verify trees; it is left as it was.
         """
         check_cache(cache, text_config)
         rows = Rows(batch_size, capacity)
@@ -61,7 +61,9 @@ class TreeCache:
             layers.append(tree_layer(stock, role, rows))
         held = {layer.length for layer in layers if isinstance(layer, TreeLayer)} - {0}
         if len(held) > 1:
-            raise UnsupportedCache(f"all layers of a cache must hold the same tokens, but lengths are {sorted(held)}")
+            raise UnsupportedCacheError(
+                f"all layers of a cache must hold the same tokens, but lengths are {sorted(held)}"
+            )
         stock_class = cache.layer_class_to_replicate
         if stock_class is not None:
             role = layer_role(stock_class(), len(layers))
@@ -134,14 +136,14 @@ class TreeCache:
             nodes: Rows of the forward (extra rows of deeper layers included).
 
         Raises:
-            UnsupportedCache: More rows than `free_rows`.
+            UnsupportedCacheError: More rows than `free_rows`.
             RuntimeError: Before `prefilled`, or after `detach`.
         """
         if not self._rows.lengths or not self._attached:
             raise RuntimeError("tree_forward needs an attached cache and comes after prefilled()")
         free = self.free_rows()
         if free is not None and nodes > free:
-            raise UnsupportedCache(
+            raise UnsupportedCacheError(
                 f"a tree of {nodes} rows does not fit the {free} free columns of the static cache; pass a larger "
                 "StaticCache, or no cache"
             )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .capabilities import LayerRole, UnsupportedCache, stored_columns
+from .capabilities import LayerRole, UnsupportedCacheError, stored_columns
 
 #: Columns allocated beyond the first forward's, so that a short answer never reallocates.
 HEADROOM = 576
@@ -343,7 +343,7 @@ class TreeStaticLayer(TreeLayer):
         return self.stock.max_cache_len
 
     def _make_room(self, begin: int, count: int) -> None:
-        raise UnsupportedCache(
+        raise UnsupportedCacheError(
             f"a static cache of {self.stock.max_cache_len} columns cannot take {count} rows after {begin}; pass a "
             f"StaticCache of at least {begin + count} columns, or no cache"
         )

@@ -2,6 +2,6 @@
 
 from .integration import install, uninstall
 from .report import GenerationReport
-from .support import UnsupportedRequest
+from .support import UnsupportedRequestError
 
-__all__ = ["GenerationReport", "UnsupportedRequest", "install", "uninstall"]
+__all__ = ["GenerationReport", "UnsupportedRequestError", "install", "uninstall"]

@@ -52,6 +52,7 @@ class TreeCandidateGenerator(CandidateGenerator):
         """A generator for one row of transformers' own assisted loop, where it drafts chains."""
         config = config or drafter.treespec_config or TreeSpecConfig()
         session = drafter.start(target, 1, max_length)
+        session.configure(config)
         vocab_size = target.config.get_text_config().vocab_size
         return cls(session, config.with_options(shape="chain"), drafter.drafted_depths, vocab_size)
 
@@ -79,15 +80,15 @@ class TreeCandidateGenerator(CandidateGenerator):
                 lattice = DraftLattice(lattice.tokens[..., :1], lattice.log_probs[..., :1], lattice.next_slot[..., :1])
             return expand(lattice, state.anchors.to(lattice.tokens.device), nodes)
 
-    def get_candidates(  # type: ignore[override]
+    def get_candidates(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         model_kwargs: dict[str, Any],
         model_outputs: Any,
         is_first_iteration: bool,
         n_last_matches: int,
         **kwargs: Any,
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Extends `input_ids` `[1, L]` by the drafter's best chain; the protocol of transformers' assisted loop."""
         depth = min(self.depth, self.config.budget - 1)
         if is_first_iteration or depth < 1 or model_outputs is None:

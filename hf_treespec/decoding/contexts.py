@@ -17,7 +17,8 @@ logger = logging.get_logger(__name__)
 @dataclass
 class _Context:
     session: DraftSession
-    drafter: weakref.ref[BlockDrafter]
+    #: The drafter's weights, which views of it (`with_options`) have in common.
+    weights: weakref.ref[torch.nn.Module]
     #: Cached columns of each row that the session has not seen: padding, or what came before drafting began.
     unseen: list[int]
 
@@ -41,7 +42,7 @@ def recall(cache: Cache, drafter: BlockDrafter, batch_size: int) -> DraftSession
     if columns == 0:
         return None
     context = _CONTEXTS.pop(cache, None)
-    if context is None or context.drafter() is not _weights(drafter) or len(context.unseen) != batch_size:
+    if context is None or context.weights() is not _weights(drafter) or len(context.unseen) != batch_size:
         logger.info("The draft context starts at the new tokens: nothing is known of what the cache already holds.")
         return None
     wanted = [max(0, columns - unseen) for unseen in context.unseen]

@@ -45,7 +45,8 @@ class FeatureRecorder:
         self._raw: dict[int, torch.Tensor] = {}
         self._fused: list[torch.Tensor] | None = None
         self._handles = [
-            layers[layer].register_forward_hook(self._hook(index)) for index, layer in enumerate(session.feature_layers)
+            layers[layer].register_forward_hook(self._hook(index))
+            for index, layer in enumerate(session.feature_layers)
         ]
         self._handles.append(layers[-1].register_forward_hook(self._keep_last))
 

@@ -20,11 +20,11 @@ from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from ..attention import interface
-from ..caches import UnsupportedCache
+from ..caches import UnsupportedCacheError
 from ..drafters.auto import AutoDrafter, find_family
 from ..drafters.base import BlockDrafter
 from .rounds import TreeDecoding
-from .support import UnsupportedRequest, check_request, decoding_config
+from .support import UnsupportedRequestError, check_request, decoding_config
 
 logger = logging.get_logger(__name__)
 
@@ -68,7 +68,7 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         config = decoding_config(assistant_model, generation_config)
         try:
             if synced_gpus:
-                raise UnsupportedRequest(
+                raise UnsupportedRequestError(
                     "Ranks of a synchronised run would need different numbers of forwards (synced_gpus=True). "
                     "Generate on each rank alone, or without a drafter."
                 )
@@ -84,7 +84,7 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
                 streamer,
                 model_kwargs,
             )
-        except (UnsupportedRequest, UnsupportedCache) as refusal:
+        except (UnsupportedRequestError, UnsupportedCacheError) as refusal:
             if config.on_unsupported == "raise":
                 raise
             logger.warning(f"Decoding without the drafter. {refusal}")

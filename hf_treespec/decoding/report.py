@@ -173,12 +173,11 @@ class GenerationReport:
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:
+        rounds = f"{self.drafted_rounds} drafted and {self.plain_rounds} plain rounds"
+        others = f"uncut {self.tau_untruncated:.2f}, per response {self.tau_per_response:.2f}"
         lines = [
-            f"{self.tokens} tokens in {self.target_forwards} target forwards "
-            f"({self.tokens_per_forward:.2f} tokens a forward), "
-            f"{self.drafted_rounds} drafted and {self.plain_rounds} plain rounds",
-            f"acceptance length {self.acceptance_length:.2f} (uncut {self.tau_untruncated:.2f}, "
-            f"per response {self.tau_per_response:.2f}), {self.mean_nodes:.1f} nodes a round",
+            f"{self.tokens} tokens in {self.target_forwards} forwards ({self.tokens_per_forward:.2f} each), {rounds}",
+            f"acceptance length {self.acceptance_length:.2f} ({others}), {self.mean_nodes:.1f} nodes a round",
         ]
         if self.rounds:
             lines.append("ms a round: " + ", ".join(f"{name} {ms:.2f}" for name, ms in self.stage_ms.items()))

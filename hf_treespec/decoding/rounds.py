@@ -12,6 +12,7 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
+from ..attention import interface
 from ..budget import FixedBudget
 from ..caches import TreeCache, grow_static
 from ..compat import CACHE_KEYWORD
@@ -31,6 +32,7 @@ from .walk import Walk
 
 logger = logging.get_logger(__name__)
 
+_UNRECORDED = "the target's decoder layers did not report their outputs (a compiled target does not)"
 #: Drafts that may come out non-finite before a call stops drafting.
 _MAX_NONFINITE = 3
 
@@ -52,7 +54,7 @@ class TreeDecoding:
         model_kwargs: Keyword arguments for the target, the cache among them.
 
     Raises:
-        UnsupportedCache: The cache cannot verify trees.
+        UnsupportedCacheError: The cache cannot verify trees.
         ValueError: The request cannot be served.
     """
 
@@ -97,6 +99,7 @@ class TreeDecoding:
 
     def _attach(self) -> None:
         target, config = self.target, self.config
+        interface.install()  # kernels from the Hub register themselves when a model is loaded
         text_config = target.config.get_text_config()
         max_length = self.rows.stopping.max_length
         cache = self.model_kwargs[CACHE_KEYWORD]
@@ -107,6 +110,7 @@ class TreeDecoding:
         self.cache = TreeCache.attach(cache, text_config, self.batch_size, max_length - 1 + self.controller.largest())
         self._resources.callback(self.cache.detach)
         self.session = session or self.drafter.start(target, self.batch_size, max_length)
+        self.session.configure(config)
         self._resources.callback(self.session.close)
         self.recorder = FeatureRecorder(target, self.session)
         self._resources.callback(self.recorder.close)
@@ -121,7 +125,9 @@ class TreeDecoding:
         )
         self.walk = Walk(self.rows, self.processors, self.picker, self.cache.requires_lockstep)
         if self.walk.lockstep:
-            logger.info("Rows advance in lockstep: a processor, criterion or cache of this call needs the whole batch.")
+            logger.info(
+                "Rows advance in lockstep: a processor, criterion or cache of this call needs the whole batch."
+            )
         self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self._accepted: torch.Tensor | None = None
         self._extra_hidden: torch.Tensor | None = None
@@ -169,7 +175,7 @@ class TreeDecoding:
         self._first_position = [position + 1 for position in positions[:, -1].tolist()]
         features = self.recorder.prefill_features()
         if features is None:
-            self._stop_drafting("the target's decoder layers did not report their outputs (a compiled target does not)")
+            self._stop_drafting(_UNRECORDED)
             return
         fresh = features.shape[1]
         self._pending = (features, positions[:, -fresh:], None if valid is None else valid[:, -fresh:])
@@ -273,7 +279,7 @@ class TreeDecoding:
         if not self._drafting:
             return
         if not self.recorder.reported():
-            self._stop_drafting("the target's decoder layers did not report their outputs (a compiled target does not)")
+            self._stop_drafting(_UNRECORDED)
             return
         device, longest = self.input_ids.device, max(len(path) for path in paths)
         nodes = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)

@@ -36,7 +36,8 @@ class Rows:
     ) -> None:
         self.batch_size, self.prompt_length = input_ids.shape
         self.stopping = stopping
-        self.sequences = input_ids.new_full((self.batch_size, max(stopping.max_length, self.prompt_length + 1)), pad_token_id)
+        columns = max(stopping.max_length, self.prompt_length + 1)
+        self.sequences = input_ids.new_full((self.batch_size, columns), pad_token_id)
         self.sequences[:, : self.prompt_length] = input_ids
         self.tokens: list[list[int]] = [[] for _ in range(self.batch_size)]
         self.scores: list[list[torch.Tensor]] | None = [[] for _ in self.tokens] if keep_scores else None

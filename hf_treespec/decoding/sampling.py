@@ -57,7 +57,7 @@ def row_wise(processors: LogitsProcessorList) -> bool:
 
 @functools.cache
 def multinomial_is_exponential_race(device_type: str) -> bool:
-    """Checks on this device that `multinomial(p, 1)` is `argmax(p / E)` bit for bit; leaves the generator untouched."""
+    """Checks on this device that `multinomial(p, 1)` is `argmax(p / E)` bit for bit, on a generator of its own."""
     generator = torch.Generator(device_type)
     for seed, (rows, vocab) in enumerate(((1, 97), (3, 1031), (4, 4096))):
         generator.manual_seed(seed)

@@ -14,7 +14,7 @@ from ..drafters.base import BlockDrafter
 _EXCLUSIVE = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "assistant_ensemble_weight")
 
 
-class UnsupportedRequest(ValueError):
+class UnsupportedRequestError(ValueError):
     """A request that a drafter cannot take part in."""
 
 
@@ -34,42 +34,42 @@ def check_request(
     """Checks everything that can be checked before prefill.
 
     Raises:
-        UnsupportedRequest: The request cannot be served; the message says the rule, the value passed and the fix.
+        UnsupportedRequestError: The request cannot be served; the message says the rule, the value passed and the fix.
         ValueError: The drafter does not fit the target.
     """
     config = generation_config
     if target.config.is_encoder_decoder:
-        raise UnsupportedRequest(
+        raise UnsupportedRequestError(
             f"A block drafter extends decoder-only targets, and {type(target).__name__} is an encoder-decoder. "
             "Call `generate` without `assistant_model`."
         )
     if (config.num_beams or 1) > 1:
-        raise UnsupportedRequest(
+        raise UnsupportedRequestError(
             f"A drafter verifies one continuation a row and cannot follow beams (num_beams={config.num_beams}). "
             "Set `num_beams=1` or drop `assistant_model`."
         )
     for option in _EXCLUSIVE:
         if getattr(config, option, None):
-            raise UnsupportedRequest(
+            raise UnsupportedRequestError(
                 f"`{option}` names another way to speculate and excludes a drafter "
                 f"({option}={getattr(config, option)!r} with `assistant_model`). Pass one of the two."
             )
     if config.use_cache is False or model_kwargs.get("use_cache") is False:
-        raise UnsupportedRequest(
+        raise UnsupportedRequestError(
             "Verification reads the prefix from the cache, so a drafter needs `use_cache=True` (got False)."
         )
     if config.return_dict_in_generate and config.output_attentions:
-        raise UnsupportedRequest(
+        raise UnsupportedRequestError(
             "Attentions of a verified tree have the tree's columns, not those of plain decoding, so "
             "`output_attentions=True` cannot be served with a drafter. Drop one of the two."
         )
     if "position_ids" not in inspect.signature(target.forward).parameters:
-        raise UnsupportedRequest(
+        raise UnsupportedRequestError(
             f"Tree nodes of one depth share a position, so the target must take `position_ids`; "
             f"{type(target).__name__} does not. Decode it without a drafter."
         )
     if _has_prompt_learning(target):
-        raise UnsupportedRequest(
+        raise UnsupportedRequestError(
             "Prompt-learning adapters put virtual tokens in front of every forward, which a verification forward "
             "cannot reproduce. Merge or disable the adapter, or drop `assistant_model`."
         )

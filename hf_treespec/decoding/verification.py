@@ -114,7 +114,7 @@ class Verifier:
         return inputs
 
     def _expert_swap(self, rows: int) -> AbstractContextManager[Any]:
-        """transformers' decode-time expert kernels, which copy the chosen experts' weights: only for few rows."""
+        """The decode-time expert kernels of transformers. They copy experts' weights: for few rows only."""
         swap = getattr(self._target, "_optimize_model_for_decode", None)
         config = self._target.config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)

@@ -60,7 +60,8 @@ class Walk:
     def _walk_lazily(
         self, tree: DraftTree, logits: torch.Tensor, hidden: tuple[torch.Tensor, ...] | None
     ) -> list[list[int]]:
-        rows, paths = self._rows, [[] for _ in range(self._rows.batch_size)]  # type: list[list[int]]
+        rows = self._rows
+        paths: list[list[int]] = [[] for _ in range(rows.batch_size)]
         children = tree.children()
         frontier = dict.fromkeys(rows.live(), 0)
         while frontier:

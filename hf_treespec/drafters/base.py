@@ -83,28 +83,37 @@ class TargetModules:
 
     def __init__(self, target: PreTrainedModel) -> None:
         config = target.config.get_text_config()
-        self.embedding: nn.Module = target.get_input_embeddings()
-        self.lm_head: nn.Module = target.get_output_embeddings()
+        self.embedding = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
         self.vocab_size: int = config.vocab_size
-        self.embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
-        self.logits_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._embedding_device = _weight(self.embedding).device
+        head = _weight(self.lm_head)
+        self._head_device = head.device
+        self._head_dtype = head.dtype if head.is_floating_point() else None
+        self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
+        self._logits_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Embeds long `[...]` token ids as the target does, cast to `dtype`."""
-        embedded = self.embedding(token_ids.to(self.embedding.weight.device))
-        return (embedded * self.embedding_multiplier if self.embedding_multiplier != 1.0 else embedded).to(dtype)
+        embedded: torch.Tensor = self.embedding(token_ids.to(self._embedding_device))
+        return (embedded * self._embedding_multiplier if self._embedding_multiplier != 1.0 else embedded).to(dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[..., V]` of final hidden states `[..., H]`."""
-        weight = self.lm_head.weight
-        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        logits = self.lm_head(hidden.to(weight.device, dtype)).float()[..., : self.vocab_size]
-        if self.logits_divisor != 1.0:
-            logits = logits / self.logits_divisor
-        if self.softcap:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+        hidden = hidden.to(self._head_device, self._head_dtype or hidden.dtype)
+        logits: torch.Tensor = self.lm_head(hidden).float()[..., : self.vocab_size]
+        if self._logits_divisor != 1.0:
+            logits = logits / self._logits_divisor
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 class DraftSession(ABC):
@@ -112,6 +121,14 @@ class DraftSession(ABC):
 
     #: Decoder layers of the target whose outputs are features, 0-based, in the order of `fuse`.
     feature_layers: tuple[int, ...] = ()
+    #: Temperature of the lattice's distributions.
+    temperature: float = 1.0
+    #: Most recent context positions drafting may attend to; None = the drafter's own default.
+    window: int | None = None
+
+    def configure(self, config: TreeSpecConfig) -> None:
+        """Takes the options of the call that is about to draft."""
+        self.temperature, self.window = config.drafter_temperature, config.draft_window
 
     @abstractmethod
     def fuse(self, index: int, hidden: torch.Tensor) -> torch.Tensor:

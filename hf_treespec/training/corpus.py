@@ -1,7 +1,7 @@
 """The corpus behind the embedded models: the Python standard library's own sources.
 
-A corpus is described by a *manifest*: every file with its SHA-256, the module it belongs to and its split. The split is
-by module (a module and its tests stand on the same side), so text of a held-out module was never trained on.
+A corpus is described by a *manifest*: every file with its SHA-256, the module it belongs to and its split. The split
+is by module (a module and its tests stand on the same side), so text of a held-out module was never trained on.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def read_texts(files: Iterable[SourceFile], split: str, root: Path | None = None
             continue
         data = (root / file.path).read_bytes()
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise ValueError(f"{file.path} is not the file of the manifest (its SHA-256 differs); rebuild the manifest.")
+            raise ValueError(f"{file.path} is not the manifest's file (its SHA-256 differs); rebuild the manifest.")
         yield data.decode("utf-8")
 
 

@@ -20,6 +20,7 @@ class DraftTree:
         depths: Depth of each node, 0 for the root, long `[B, N]`.
         log_scores: Log of the path score ρ, float32 `[B, N]`; 0 for the root.
         sizes: Real nodes of each row; an upper bound where only the device knows (the dummies' log score tells).
+        deepest: No node is deeper than this.
     """
 
     def __init__(
@@ -29,12 +30,14 @@ class DraftTree:
         depths: torch.Tensor,
         log_scores: torch.Tensor,
         sizes: Sequence[int],
+        deepest: int | None = None,
     ) -> None:
         self.tokens = tokens
         self.parents = parents
         self.depths = depths
         self.log_scores = log_scores
         self.sizes = list(sizes)
+        self.deepest = tokens.shape[1] - 1 if deepest is None else min(deepest, tokens.shape[1] - 1)
 
     @classmethod
     def from_rows(
@@ -63,7 +66,8 @@ class DraftTree:
             scores.append([*log_scores, *[float("-inf")] * padding])
         integers = torch.tensor(packed, dtype=torch.long, device=device)
         log_rho = torch.tensor(scores, dtype=torch.float32, device=device)
-        return cls(integers[0], integers[1], integers[2], log_rho, [len(tokens) for tokens, _, _ in rows])
+        deepest = max(max(depths) for depths in packed[2])
+        return cls(integers[0], integers[1], integers[2], log_rho, [len(tokens) for tokens, _, _ in rows], deepest)
 
     @classmethod
     def root(cls, anchors: torch.Tensor) -> DraftTree:
@@ -85,7 +89,7 @@ class DraftTree:
         if nodes >= len(self):
             return self
         cut = [tensor[:, :nodes] for tensor in (self.tokens, self.parents, self.depths, self.log_scores)]
-        return DraftTree(cut[0], cut[1], cut[2], cut[3], [min(size, nodes) for size in self.sizes])
+        return DraftTree(cut[0], cut[1], cut[2], cut[3], [min(size, nodes) for size in self.sizes], self.deepest)
 
     def scores(self) -> torch.Tensor:
         """Path scores ρ, float32 `[B, N]`: 1 at the root, 0 for dummies."""

@@ -102,7 +102,7 @@ def expand_levels(lattice: DraftLattice, anchors: torch.Tensor, budget: int) -> 
     tokens = torch.where(real, torch.cat(level_tokens, 1).gather(1, order), anchors.view(batch, 1))
     depths = torch.cat(level_depths, 1).gather(1, order).masked_fill(~real, 0)
     parents = places.gather(1, torch.cat(level_parents, 1).gather(1, order)).masked_fill(depths == 0, -1)
-    return DraftTree(tokens, parents, depths, scores, [order.shape[1]] * batch)
+    return DraftTree(tokens, parents, depths, scores, [order.shape[1]] * batch, depth_limit)
 
 
 def _reach(lattice: DraftLattice, budget: int) -> tuple[int, int]:

@@ -13,8 +13,8 @@ class DraftLattice:
 
     Attributes:
         tokens: Candidate tokens, long `[B, D, M, K]`; distinct within a parent slot.
-        log_probs: Their log-probabilities, float32 `[B, D, M, K]`, descending in K. Index 0 of D is depth 1, where only
-            parent slot 0 exists: the other slots hold −inf.
+        log_probs: Their log-probabilities, float32 `[B, D, M, K]`, descending in K. Index 0 of D is depth 1, where
+            only parent slot 0 exists: the other slots hold −inf.
         next_slot: Parent slot of the child's own distribution one depth on, long `[B, D, M, K]`: 0 everywhere when
             `M = 1`, −1 for dead ends and at the last depth.
     """

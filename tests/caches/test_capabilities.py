@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 from tree_reference import CAPACITY, RoundingLayer, model_of, prefill, prompts
 
-from hf_treespec.caches import TreeCache, UnsupportedCache, grow_static
+from hf_treespec.caches import TreeCache, UnsupportedCacheError, grow_static
 
 
 class Compressed(DynamicLayer):
@@ -88,7 +88,7 @@ def uneven() -> Cache:
 def test_refused(make: Any, batch: int, message: str) -> None:
     cache = make()
     before = list(getattr(cache, "layers", ()))
-    with pytest.raises(UnsupportedCache, match=message):
+    with pytest.raises(UnsupportedCacheError, match=message):
         TreeCache.attach(cache, model_of("mistral").config, batch, CAPACITY)
     assert list(getattr(cache, "layers", ())) == before
 

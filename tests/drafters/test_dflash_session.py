@@ -216,7 +216,8 @@ def test_log_probs_are_normalised_over_the_vocabulary():
     drafter = tiny_drafter(target)
     tokens = tokens_of(1)
     for temperature in (1.0, 0.5):
-        session = drafter.start(target, 1, 64, temperature=temperature)
+        session = drafter.start(target, 1, 64)
+        session.temperature = temperature
         features = fused_features(session, target, tokens)
         lattice = session.propose(state(tokens, features, 0, 20, width=10_000))
         assert lattice.tokens.shape == (1, BLOCK - 1, 1, VOCAB)

@@ -247,11 +247,11 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
                 "mask_token_id in the drafter's config.json or resize the target's embedding."
             )
 
-    def start(self, target: PreTrainedModel, batch_size: int, max_length: int, *, temperature: float = 1.0) -> Any:
+    def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
         """Opens a session for one `generate` call; see `DFlashSession`."""
         from .session import DFlashSession
 
-        return DFlashSession(self, target, batch_size, max_length, temperature=temperature)
+        return DFlashSession(self, target, batch_size, max_length)
 
 
 def _require(found: int, wanted: int, what: str, field: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from ...configuration import TreeSpecConfig
 from ...trees import DraftLattice
 from ..base import DraftSession, DraftState, TargetModules
 from .modeling_dflash import DFlashDrafter, block_mask, grouped_attention
@@ -51,22 +52,11 @@ class DFlashSession(DraftSession):
 
     A block keeps its trained length even where fewer depths are wanted: a shorter one would draft from a distribution
     the drafter was not trained for, and the rows beyond cost no head and hardly any time.
-
-    Args:
-        temperature: Drafter temperature at which the lattice's log-probabilities are normalised.
     """
 
-    def __init__(
-        self,
-        drafter: DFlashDrafter,
-        target: PreTrainedModel,
-        batch_size: int,
-        max_length: int,
-        *,
-        temperature: float = 1.0,
-    ) -> None:
+    def __init__(self, drafter: DFlashDrafter, target: PreTrainedModel, batch_size: int, max_length: int) -> None:
         config, weight = drafter.config, drafter.fc.weight
-        self.drafter, self.modules, self.temperature = drafter, TargetModules(target), temperature
+        self.drafter, self.modules = drafter, TargetModules(target)
         self.feature_layers = tuple(config.target_layer_ids)
         self.buffers = ContextBuffers(drafter, batch_size)
         layers = range(config.num_hidden_layers)
@@ -77,6 +67,13 @@ class DFlashSession(DraftSession):
         with torch.no_grad():
             #: Embeddings of the block `[B, block_size, H]`; only row 0, the anchor, changes between rounds.
             self.block = self.modules.embed(masks, weight.dtype).to(weight.device).clone()
+
+    def configure(self, config: TreeSpecConfig) -> None:
+        super().configure(config)
+        self.kinds = [
+            (min((w for w in (self.drafter.config.layer_window(layer), self.window) if w), default=None), is_causal)
+            for layer, (_, is_causal) in enumerate(self.kinds)
+        ]
 
     @property
     def lengths(self) -> list[int]:
