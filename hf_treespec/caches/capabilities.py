@@ -134,8 +134,8 @@ def check_content(layer: Any, role: LayerRole, index: int, batch_size: int, capa
         capacity: Longest sequence of the call plus its largest tree.
 
     Raises:
-        UnsupportedCacheError: Other rows than the call's, a static layer too small for a batch, a sliding layer that lost
-            columns it would need (cropped after passing its window), groups that mix the rows of a batch.
+        UnsupportedCacheError: Other rows than the call's, a static layer too small for a batch, a sliding layer that
+            lost columns it would need (cropped after passing its window), groups that mix the rows of a batch.
     """
     where = f"cache layer {index} ({type(layer).__name__})"
     length = int(layer.get_seq_length())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
-    model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": True}
+    model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
 
     def __init__(
         self,
