@@ -24,8 +24,8 @@ class StorageMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
+        self.live: set[int] = set()
+        self.bytes = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -35,12 +35,17 @@ class StorageMeter(TorchDispatchMode):
         return out
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self.live or not storage.nbytes():
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.live or not size:
             return
-        self.live[key] = storage.nbytes()
-        weakref.finalize(storage, self.live.pop, key, None)
-        self.peak = max(self.peak, sum(self.live.values()))
+        self.live.add(key)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live.discard(key)
+        self.bytes -= size
 
 
 def peak_bytes(model: Any, inputs: Any, **options: Any) -> int:
@@ -89,11 +94,12 @@ def test_a_drafter_keeps_nothing_of_a_call_alive() -> None:
 
 def test_a_context_lives_as_long_as_its_cache() -> None:
     model, drafter = target("qwen3"), dflash("qwen3")
+    gc.collect()
     before = len(contexts._CONTEXTS)
     cache = DynamicCache(config=model.config)
     options = {"do_sample": False, "max_new_tokens": 12, CACHE_KEYWORD: cache}
     out = model.generate(**prompt(), assistant_model=drafter, **options)
     assert len(contexts._CONTEXTS) == before + 1
-    del cache, out
+    del cache, out, options
     gc.collect()
     assert len(contexts._CONTEXTS) == before
