@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..transfer import to_device
+
 #: How a cache shows itself to a layer: `(offset, count)`, or `(offset, count, tree_start)` where the tree's columns do
 #: not come last (static caches); the columns after the tree are then empty slots.
 Columns = tuple[int, int] | tuple[int, int, int]
@@ -196,7 +198,7 @@ class TreeMasks:
             if buffer is None:
                 buffer = self._buffers[kind] = _Buffer(len(lengths), self.dtype, self.device, self.valid)
             return buffer.write(tree_ancestors, lengths, count), visible
-        on_device = torch.tensor(lengths, device=self.device)
+        on_device = to_device(lengths, self.device)
         return tree_mask(kind, tree_ancestors, depths, on_device, columns, self.valid, self.dtype), visible
 
 
@@ -226,7 +228,7 @@ class _Buffer:
             fresh.zero_()
         else:
             index = torch.arange(first, count, device=self.mask.device)
-            cached = index < torch.tensor(lengths, device=self.mask.device).view(-1, 1)
+            cached = index < to_device(lengths, self.mask.device).view(-1, 1)
             if self.valid is not None:
                 cached = cached & _is_valid(self.valid, first, count)
             fresh.copy_(_additive(cached, self.mask.dtype)[:, None, None])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import torch
 
 
 class FixedBudget:
@@ -23,6 +23,6 @@ class FixedBudget:
         """Most rows a round may verify: how far trees have to be expanded."""
         return self.budget
 
-    def choose(self, scores: Sequence[float]) -> int:
-        """Rows to verify, given path scores ρ of the nodes in expansion order."""
-        return min(self.budget, len(scores))
+    def choose(self, scores: torch.Tensor) -> int:
+        """Rows to verify, given the path scores ρ of the nodes in expansion order, `[B, N]`."""
+        return min(self.budget, scores.shape[1])

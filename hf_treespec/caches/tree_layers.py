@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..transfer import to_device
 from .capabilities import LayerRole, UnsupportedCacheError, stored_columns
 
 #: Columns allocated beyond the first forward's, so that a short answer never reallocates.
@@ -127,7 +128,7 @@ class Moves:
     def _index(self, device: torch.device, start: int, values: Any) -> torch.Tensor:
         index = self._indices.get((device, start))
         if index is None:
-            index = torch.tensor(values, dtype=torch.long, device=device)
+            index = to_device(values, device)
             if values is self._sources:
                 index = index.T.contiguous()
                 index[1:] -= start

@@ -18,6 +18,7 @@ from ..caches import TreeCache, grow_static
 from ..compat import CACHE_KEYWORD
 from ..configuration import TreeSpecConfig
 from ..drafters.base import BlockDrafter, DraftState
+from ..transfer import to_device
 from ..trees import DraftTree
 from . import contexts
 from .candidate_generator import TreeCandidateGenerator
@@ -212,8 +213,7 @@ class TreeDecoding:
         if tree is None:
             self._count_nonfinite()
             return None
-        chosen = self.controller.choose(tree.scores()[0].tolist() if self.batch_size == 1 else [0.0] * len(tree))
-        return tree.prefix(min(chosen, nodes))
+        return tree.prefix(self.controller.choose(tree.scores()))
 
     def _limits(self) -> tuple[int, int]:
         """Most nodes and depths this round can use."""
@@ -229,11 +229,11 @@ class TreeDecoding:
         return [len(tokens) - 1 for tokens in self.rows.tokens]
 
     def _anchors(self) -> torch.Tensor:
-        return torch.tensor([tokens[-1] for tokens in self.rows.tokens], device=self.input_ids.device)
+        return to_device([tokens[-1] for tokens in self.rows.tokens], self.input_ids.device)
 
     def _anchor_positions(self) -> torch.Tensor:
         positions = [first + step for first, step in zip(self._first_position, self._steps(), strict=True)]
-        return torch.tensor(positions, device=self.input_ids.device)
+        return to_device(positions, self.input_ids.device)
 
     def _state(self, depth: int, width: int) -> DraftState:
         features, positions, valid = self._pending or (None, None, None)
@@ -282,15 +282,15 @@ class TreeDecoding:
             self._stop_drafting(_UNRECORDED)
             return
         device, longest = self.input_ids.device, max(len(path) for path in paths)
-        nodes = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
+        nodes = to_device([path + [0] * (longest - len(path)) for path in paths], device)
         features = self.recorder.select(nodes)
         steps = torch.arange(longest, device=device)
-        positions = torch.tensor(anchors_at, device=device)[:, None] + steps
+        positions = to_device(anchors_at, device)[:, None] + steps
         valid = None
         if self.batch_size > 1:
-            valid = steps < torch.tensor([len(path) for path in paths], device=device)[:, None]
+            valid = steps < to_device([len(path) for path in paths], device)[:, None]
         self._pending = (features, positions, valid)
-        self._accepted = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
+        self._accepted = to_device([path[-1] if path else 0 for path in paths], device)
         self._extra_hidden = None if first_extra is None else self.recorder.last_hidden(first_extra)
 
     def _finish(self) -> torch.Tensor | GenerateDecoderOnlyOutput:

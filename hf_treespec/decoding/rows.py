@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..transfer import to_device
 from .stopping import Stopping
 
 
@@ -88,7 +89,7 @@ class Rows:
         if len(members) == 1:
             self.sequences[members[0], column] = tokens[0]
         else:
-            self.sequences[members, column] = torch.tensor(tokens, device=self.sequences.device)
+            self.sequences[members, column] = to_device(tokens, self.sequences.device)
         for row, token in zip(members, tokens, strict=True):
             self.tokens[row].append(token)
         shown = None if everyone or len(members) == self.batch_size else members

@@ -14,6 +14,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
+from ..transfer import to_device
+
 #: Processors that treat every row alone and look at its scores only.
 _SCORES_ONLY = (
     lp.TemperatureLogitsWarper,
@@ -184,7 +186,7 @@ class Picker:
         low, high = min(first_steps), max(first_steps) + deepest + 1
         noise = torch.stack([self._noise.of(step, vocab) for step in range(low, high)])
         rows = torch.arange(len(first_steps), device=depths.device)[:, None]
-        offsets = torch.tensor([step - low for step in first_steps], device=depths.device)[:, None]
+        offsets = to_device([step - low for step in first_steps], depths.device)[:, None]
         return (scores.softmax(dim=-1) / noise[depths + offsets, rows]).argmax(dim=-1)
 
     def finish(self, steps: int) -> None:

@@ -13,6 +13,7 @@ from ..attention.masks import TreeMasks
 from ..caches import TreeCache
 from ..compat import CACHE_KEYWORD
 from ..drafters.base import ExtraRows
+from ..transfer import to_device
 from ..trees import DraftTree
 from .features import FeatureRecorder
 
@@ -73,7 +74,7 @@ class Verifier:
         tokens, depths, seen = tokens.to(device), depths.to(device), seen.to(device)
         width = tokens.shape[1]
         first = self._next_position + (
-            steps[0] if len(steps) == 1 else torch.tensor(steps, device=self._next_position.device)[:, None]
+            steps[0] if len(steps) == 1 else to_device(steps, self._next_position.device)[:, None]
         )
         positions = first + depths.to(first.device)
         cache = self._cache

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...configuration import TreeSpecConfig
+from ...transfer import to_device
 from ...trees import DraftLattice
 from ..base import DraftSession, DraftState, TargetModules
 from .modeling_dflash import DFlashDrafter, block_mask, grouped_attention
@@ -152,7 +153,7 @@ class _Append:
                 real = parts[0].new_ones(parts[0].shape, dtype=torch.bool) if valid is None else valid.to(device)
                 self.lengths = [length + count for length, count in zip(old, real.sum(1).tolist(), strict=True)]
                 rows, sources = real.nonzero(as_tuple=True)
-                columns = real.cumsum(1) - 1 + torch.tensor(old, device=device)[:, None]
+                columns = real.cumsum(1) - 1 + to_device(old, device)[:, None]
                 self.scatter = (rows, columns[rows, sources], sources)
         self.positions = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         self.context_end = max(self.lengths)
@@ -185,7 +186,7 @@ class _Append:
         held = None
         if shortest != self.context_end:
             columns = torch.arange(first, self.end, device=positions.device)
-            lengths = torch.tensor(self.lengths, device=positions.device)[:, None]
+            lengths = to_device(self.lengths, positions.device)[:, None]
             held = (columns < lengths) | (columns >= self.context_end)
         return first, block_mask(self.block_positions, positions, held, window, is_causal)
 
