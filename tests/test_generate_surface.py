@@ -255,8 +255,14 @@ def test_stopped_rows_go_on_where_nothing_pads(mode: dict[str, Any]) -> None:
     free = run(model(), inputs, **mode, max_new_tokens=NEW).sequences[:, inputs["input_ids"].shape[1] :]
     strings = [tokenizer().decode(row[2 + 2 * index : 4 + 2 * index]) for index, row in enumerate(free)]
     for kind in ("half", "perfect"):
-        plain, _, _ = compare(model(), inputs, kind=kind, stop_strings=strings, tokenizer=tokenizer(), **mode)
-        assert plain.sequences.shape[1] < inputs["input_ids"].shape[1] + NEW
+        options = {"stop_strings": strings, "tokenizer": tokenizer(), "return_dict_in_generate": True}
+        plain, assisted, _ = compare(model(), inputs, kind=kind, **options, **mode)
+        length = plain.sequences.shape[1]
+        assert length < inputs["input_ids"].shape[1] + NEW
+        # A row that ran ahead is cut back in the cache as well.
+        assert cache_of(assisted.output).get_seq_length() == cache_of(plain.output).get_seq_length() == length - 1
+        keys = [cache_of(run.output).layers[0].keys for run in (plain, assisted)]
+        assert torch.allclose(*keys, atol=1e-4)
         assert torch.equal(plain.sequences[:, 17:], free[:, : plain.sequences.shape[1] - 17])
 
 
@@ -400,6 +406,24 @@ def test_scores_are_raw_when_only_logits_are_asked_for() -> None:
     assert assisted.output.scores is None
     assert torch.stack(assisted.output.logits).isfinite().all()
     assert torch.allclose(torch.stack(assisted.output.logits), torch.stack(plain.output.logits), atol=2e-4)
+
+
+class InPlace(LogitsProcessor):
+    """Writes into the scores it is given, as many processors in the wild do."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, input_ids[0, -1]] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_processors_that_write_in_place(rows: int) -> None:
+    options = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    recording = Recording("logits_processor", InPlace)
+    inputs = prompt() if rows == 1 else batch(seed=6)
+    plain, assisted, _ = compare(model(), inputs, per_run=recording, **options, **GREEDY)
+    for ours, theirs in zip(assisted.output.logits, plain.output.logits, strict=True):
+        assert torch.allclose(finite(ours), finite(theirs), atol=2e-4)
 
 
 # Caches

@@ -113,11 +113,14 @@ class Walk:
     ) -> list[list[int]]:
         rows = self._rows
         batch, nodes = tree.tokens.shape
-        scores = self._processors(rows.sequences[:1, :1], logits.to(torch.float32, copy=True).view(batch * nodes, -1))
+        device = rows.sequences.device
+        raw = logits.to(device=device, dtype=torch.float32, copy=True).view(batch * nodes, -1)
+        scores = self._processors(rows.sequences[:1, :1], raw).view(batch, nodes, -1)
         first = [len(tokens) for tokens in rows.tokens]
-        picked = self._picker.pick_nodes(scores.view(batch, nodes, -1), tree.depths, first, tree.deepest)
+        tree_table = torch.stack([tree.tokens, tree.parents, tree.depths]).to(device)
+        picked = self._picker.pick_nodes(scores, tree_table[2], first, tree.deepest)
         # The round's one host read: everything the walk needs, packed.
-        table = torch.stack([tree.tokens, tree.parents, picked]).tolist()
+        table = torch.stack([tree_table[0], tree_table[1], picked]).tolist()
         paths: list[list[int]] = [[] for _ in range(batch)]
         for row in rows.live():
             tokens, parents, picks = table[0][row], table[1][row], table[2][row]
