@@ -59,6 +59,8 @@ class Run:
 def run(model: PreTrainedModel, inputs: Inputs, seed: int = 0, **options: Any) -> Run:
     """`model.generate` from a seed."""
     torch.manual_seed(seed)
+    # transformers makes static caches as long as the model's longest so far: shared targets would have room to spare.
+    model.__dict__.pop("_previous_max_cache_length", None)
     output = model.generate(**inputs, **options)
     return Run(output, output if isinstance(output, torch.Tensor) else output.sequences, torch.get_rng_state())
 

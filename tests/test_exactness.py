@@ -1,7 +1,7 @@
 """Assisted decoding equals plain decoding, token for token, whatever is combined with whatever.
 
 One test body runs over a covering design of the matrix below (every pair of values of any two axes, and the listed
-triples), and over the full product with `-m matrix`. `python tests/test_exactness.py` prints the coverage table.
+triples), and over the full product with `-m matrix`. `-s -k covers` prints the coverage table.
 """
 
 from __future__ import annotations
@@ -256,7 +256,3 @@ def test_vocabulary_of_the_rig() -> None:
     """Rigged drafts name tokens of the shared tiny targets only."""
     drafter = rigged([])
     assert drafter.config.vocab_size == VOCAB
-
-
-if __name__ == "__main__":
-    print(coverage_table())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import WINDOW, batch, build, decoder_layers, prompt, target
+from models import WINDOW, batch, decoder_layers, prompt, target
 from parity import GREEDY, SAMPLED, Inputs, compare, run
 from rigged import RiggedSession, rigged, rows_of
 from test_exactness import check_features
@@ -100,8 +100,7 @@ CACHES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_extra_rows(family: str, attention: str, rows: int, cache: str) -> None:
-    # transformers keeps a static cache on its model; a shared target may have one with room to spare.
-    network = build(family, attention) if cache == "static" else target(family, attention)
+    network = target(family, attention)
     inputs: Inputs = prompt(12, seed=3) if rows == 1 else batch(seed=6)
     drafter = rigged([], "half", seed=1, session_class=FusedSession)
     options = {"max_new_tokens": 14, **CACHES[cache]}

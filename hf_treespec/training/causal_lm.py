@@ -10,6 +10,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from .muon import MuonWithAdamW
+
 
 class TokenWindows(Dataset):
     """Consecutive windows of a token stream, as `{"input_ids", "labels"}` of shape `[length]`."""
@@ -38,7 +40,7 @@ def train_causal_lm(
     save_steps: int = 200,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Trains `model` in place with AdamW on a cosine schedule and returns the held-out metrics.
+    """Trains `model` in place with Muon on a cosine schedule and returns the held-out metrics.
 
     A run that finds a checkpoint in `output_dir` goes on from it; a killed run loses at most `save_steps` steps.
 
@@ -54,9 +56,6 @@ def train_causal_lm(
         max_steps=max_steps,
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=batch_size,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        adam_beta2=0.95,
         max_grad_norm=1.0,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.05},
@@ -76,6 +75,7 @@ def train_causal_lm(
         args=arguments,
         train_dataset=TokenWindows(train_tokens, length),
         eval_dataset=TokenWindows(held_out_tokens[: 40 * length], length),
+        optimizers=(MuonWithAdamW(model.named_parameters(), lr=learning_rate, weight_decay=weight_decay), None),
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None)
     return trainer.evaluate()
