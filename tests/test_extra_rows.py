@@ -24,6 +24,8 @@ GROUP = 2
 class FusedSession(RiggedSession):
     """Asks for `GROUP` mask rows behind every node and keeps what comes back for them."""
 
+    rows_per_node = 1 + GROUP
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.back: list[tuple[DraftTree, list[int], torch.Tensor]] = []

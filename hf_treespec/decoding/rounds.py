@@ -105,14 +105,14 @@ class TreeDecoding:
         max_length = self.rows.stopping.max_length
         cache = self.model_kwargs[CACHE_KEYWORD]
         session = contexts.recall(cache, self.drafter, self.batch_size)
-        if self.generation_config.cache_implementation == "static" and cache.get_seq_length() == 0:
-            cache = grow_static(cache, text_config, self.controller.largest())
-            self.model_kwargs[CACHE_KEYWORD] = cache
-        self.cache = TreeCache.attach(cache, text_config, self.batch_size, max_length - 1 + self.controller.largest())
-        self._resources.callback(self.cache.detach)
         self.session = session or self.drafter.start(target, self.batch_size, max_length)
         self.session.configure(config)
         self._resources.callback(self.session.close)
+        rows = self.controller.largest() * self.session.rows_per_node
+        if self.generation_config.cache_implementation == "static" and cache.get_seq_length() == 0:
+            cache = self.model_kwargs[CACHE_KEYWORD] = grow_static(cache, text_config, rows)
+        self.cache = TreeCache.attach(cache, text_config, self.batch_size, max_length - 1 + rows)
+        self._resources.callback(self.cache.detach)
         self.recorder = FeatureRecorder(target, self.session)
         self._resources.callback(self.recorder.close)
         banned = [p.suppress_tokens for p in self.processors if type(p) is SuppressTokensLogitsProcessor]
@@ -220,7 +220,7 @@ class TreeDecoding:
         nodes, depth = self.controller.largest(), min(self.generator.depth, self.rows.wanted() - 1)
         free, flush = self.cache.free_rows(), self.cache.depth_limit()
         if free is not None:
-            nodes = min(nodes, free)
+            nodes = min(nodes, free // self.session.rows_per_node)
         if flush is not None:
             depth = min(depth, flush - 1)
         return nodes, depth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Rows:
         shown = None if everyone or len(members) == self.batch_size else members
         if self.stopping.reads_tokens:
             newest = tokens if shown is not None or len(members) == self.batch_size else self._newest(step)
-            scores = None if self.scores is None else tuple(torch.stack(x) for x in zip(*self.scores, strict=False))
+            scores = by_step(self.scores, step + 1, torch.stack)
             stops = self.stopping.stops(newest, self.ids(shown, step + 1), scores)
             if len(stops) != len(members):
                 stops = [stops[row] for row in members]
@@ -133,3 +134,13 @@ class Rows:
         """Finished sequences, long `[B, L0 + steps]`."""
         assert self.steps is not None
         return self.sequences[:, : self.prompt_length + self.steps]
+
+
+def by_step(kept: list[list[Any]] | None, steps: int, join: Callable[[list[Any]], Any]) -> tuple[Any, ...] | None:
+    """What rows kept for their tokens, joined over the rows for each of the first `steps` steps.
+
+    A row that finished early repeats its last entry: what plain decoding reports there belongs to padding.
+    """
+    if kept is None:
+        return None
+    return tuple(join([row[min(step, len(row) - 1)] for row in kept]) for step in range(steps))

@@ -8,6 +8,7 @@ visited in any order, and the same seed gives the same tokens.
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import torch
@@ -43,6 +44,8 @@ _ROW_WISE = (
     lp.ExponentialDecayLengthPenalty,
     lp.SuppressTokensAtBeginLogitsProcessor,
 )
+#: What a repetition penalty holds for each row in a padded batch.
+_PER_ROW = "prompt_ignore_length"
 #: Noise kept at most, in bytes; rows that fall further behind redraw it from a stored generator state.
 _NOISE_BYTES = 64 * 2**20
 
@@ -50,6 +53,20 @@ _NOISE_BYTES = 64 * 2**20
 def scores_only(processors: LogitsProcessorList) -> bool:
     """Whether the processors may run on all nodes of all rows at once."""
     return all(type(processor) in _SCORES_ONLY for processor in processors)
+
+
+def for_rows(processors: LogitsProcessorList, rows: list[int]) -> LogitsProcessorList:
+    """Row-wise processors as they are for some rows of the batch: those that hold a value a row get those rows'."""
+    if not any(isinstance(getattr(processor, _PER_ROW, None), torch.Tensor) for processor in processors):
+        return processors
+    chosen = LogitsProcessorList()
+    for processor in processors:
+        values = getattr(processor, _PER_ROW, None)
+        if isinstance(values, torch.Tensor) and values.ndim:
+            processor = copy.copy(processor)
+            setattr(processor, _PER_ROW, values[rows])
+        chosen.append(processor)
+    return chosen
 
 
 def row_wise(processors: LogitsProcessorList) -> bool:

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from ..trees import DraftTree
 from .rows import Rows
-from .sampling import Picker, row_wise, scores_only
+from .sampling import Picker, for_rows, row_wise, scores_only
 
 
 class Walk:
@@ -96,7 +96,8 @@ class Walk:
             every = [nodes.get(row, 0) for row in range(rows.batch_size)]
             chosen, raw = None, logits[list(range(rows.batch_size)), every]
         raw = raw.to(device=device, dtype=torch.float32, copy=True)
-        scores = self._processors(rows.ids(chosen, step), raw)
+        processors = self._processors if chosen is None else for_rows(self._processors, chosen)
+        scores = processors(rows.ids(chosen, step), raw)
         picked = self._picker.pick(scores, step, chosen).tolist()
         if chosen is None and rows.batch_size > 1:
             picked = [picked[row] for row in members]

@@ -121,6 +121,8 @@ class DraftSession(ABC):
 
     #: Decoder layers of the target whose outputs are features, 0-based, in the order of `fuse`.
     feature_layers: tuple[int, ...] = ()
+    #: Rows that one verified node costs the target, itself and the extra rows it brings along.
+    rows_per_node: int = 1
     #: Temperature of the lattice's distributions.
     temperature: float = 1.0
     #: Most recent context positions drafting may attend to; None = the drafter's own default.
