@@ -118,6 +118,8 @@ def train_drafter(work: Path, steps: int) -> None:
         prompt_length=PROMPT_LENGTH,
         temperature=TEMPERATURE,
         tree_nodes=(8, 16, 32),
+        optimizer="muon",
+        learning_rate=4e-3,
         max_steps=steps,
         seed=SEED,
     )

@@ -369,6 +369,7 @@ def train_dflash_command(
         measured,
         output / "run",
         prompt_length=prompt_length,
+        temperature=temperature,
         anchors=anchors,
         batch_size=batch_size,
         max_steps=steps,

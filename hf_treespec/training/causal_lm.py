@@ -35,7 +35,7 @@ def train_causal_lm(
     length: int = 512,
     batch_size: int = 6,
     max_steps: int = 2000,
-    learning_rate: float = 2e-3,
+    learning_rate: float = 4e-3,
     weight_decay: float = 0.1,
     save_steps: int = 200,
     seed: int = 0,
