@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import PAD, VOCAB, batch, build, dflash, hook_count, prompt, target
+from models import BATCH_LENGTHS, PAD, VOCAB, batch, build, dflash, hook_count, prompt, target
 from parity import GREEDY, SAMPLED, Inputs, assert_same, compare, counting, eos_tokens, run, tokenizer
 from rigged import BLOCK, rigged, rows_of
 from transformers import (
@@ -36,6 +36,7 @@ from transformers import (
 
 import hf_treespec
 from hf_treespec.compat import CACHE_KEYWORD
+from hf_treespec.decoding import contexts
 
 NEW = 24
 
@@ -263,6 +264,8 @@ def test_stopped_rows_go_on_where_nothing_pads(mode: dict[str, Any]) -> None:
         assert cache_of(assisted.output).get_seq_length() == cache_of(plain.output).get_seq_length() == length - 1
         keys = [cache_of(run.output).layers[0].keys for run in (plain, assisted)]
         assert torch.allclose(*keys, atol=1e-4)
+        session = contexts._CONTEXTS[cache_of(assisted.output)].session
+        assert session.lengths == [length - 1 - 17 + real for real in BATCH_LENGTHS]
         assert torch.equal(plain.sequences[:, 17:], free[:, : plain.sequences.shape[1] - 17])
 
 

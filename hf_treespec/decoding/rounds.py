@@ -302,12 +302,15 @@ class TreeDecoding:
             self.streamer.end()
         # A row that generated past the call's end, waiting for another to stop, is cut back to it.
         columns = self.cache.lengths[0] - (len(self.rows.tokens[0]) - 1) + steps - 1
+        beyond = [max(0, length - columns) for length in self.cache.lengths]
         self.cache.trim(columns)
         cache = self.model_kwargs[CACHE_KEYWORD]
         returned = bool(self.generation_config.return_dict_in_generate)
         if returned or getattr(cache, "_is_user_defined", False):
             self._observe()
             if self._drafting:
+                held = self.session.lengths
+                self.session.rollback([seen - cut for seen, cut in zip(held, beyond, strict=True)])
                 contexts.remember(cache, self.session, self.drafter, self.cache.lengths)
         self.report.tokens = sum(min(len(tokens), steps) for tokens in self.rows.tokens)
         self.report.cache_bytes_written = self.cache.bytes_written
