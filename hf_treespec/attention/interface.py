@@ -90,6 +90,9 @@ def split_attention(
     Returns:
         `[B, H, N, D]` in the query's dtype.
     """
+    if not query.dtype == key.dtype == value.dtype:
+        # Autocast leaves rotated queries and keys in float32; kernels take one dtype.
+        query, key = query.to(value.dtype), key.to(value.dtype)
     prefix = key.shape[2] - nodes
     # The tree part is a few rows by a few columns: on a GPU plain operations do, whatever dtype and mask.
     tree = MathBackend() if query.device.type != "cpu" else choose_backend(query, value, masked=True)

@@ -21,6 +21,8 @@ class _Context:
     weights: weakref.ref[torch.nn.Module]
     #: Cached columns of each row that the session has not seen: padding, or what came before drafting began.
     unseen: list[int]
+    #: Whether its tensors may only be written in inference mode.
+    inference: bool
 
 
 _CONTEXTS: weakref.WeakKeyDictionary[Cache, _Context] = weakref.WeakKeyDictionary()
@@ -33,7 +35,7 @@ def remember(cache: Cache, session: DraftSession, drafter: BlockDrafter, columns
         columns: Cached columns of each row.
     """
     unseen = [total - seen for total, seen in zip(columns, session.lengths, strict=True)]
-    _CONTEXTS[cache] = _Context(session, weakref.ref(_weights(drafter)), unseen)
+    _CONTEXTS[cache] = _Context(session, weakref.ref(_weights(drafter)), unseen, torch.is_inference_mode_enabled())
 
 
 def recall(cache: Cache, drafter: BlockDrafter, batch_size: int) -> DraftSession | None:
@@ -44,6 +46,9 @@ def recall(cache: Cache, drafter: BlockDrafter, batch_size: int) -> DraftSession
     context = _CONTEXTS.pop(cache, None)
     if context is None or context.weights() is not _weights(drafter) or len(context.unseen) != batch_size:
         logger.info("The draft context starts at the new tokens: nothing is known of what the cache already holds.")
+        return None
+    if context.inference and not torch.is_inference_mode_enabled():
+        logger.info("The draft context starts at the new tokens: what is known was made in inference mode.")
         return None
     wanted = [max(0, columns - unseen) for unseen in context.unseen]
     if any(seen < want for seen, want in zip(context.session.lengths, wanted, strict=True)):

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import DraftSession
+from .support import UnsupportedRequestError
 
 _RECORDING: ContextVar[FeatureRecorder | None] = ContextVar("treespec_recording", default=None)
 
@@ -20,11 +21,11 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's stack of decoder layers.
 
     Raises:
-        ValueError: The target has no `get_decoder().layers`.
+        UnsupportedRequestError: The target has no `get_decoder().layers`.
     """
     layers = getattr(target.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
+        raise UnsupportedRequestError(
             f"A drafter reads hidden states from the target's decoder layers, but {type(target).__name__} has no "
             "`get_decoder().layers`. Decode this target without a drafter."
         )
@@ -42,6 +43,7 @@ class FeatureRecorder:
         layers = decoder_layers(target)
         self._session = session
         self._last: torch.Tensor | None = None
+        self._summed: set[int] = set()
         self._raw: dict[int, torch.Tensor] = {}
         self._fused: list[torch.Tensor] | None = None
         self._handles = [
@@ -73,10 +75,13 @@ class FeatureRecorder:
     def _fuse(self, index: int, hidden: torch.Tensor) -> None:
         assert self._fused is not None
         part = self._session.fuse(index, hidden)
-        if index == 0:
+        # A layer that reports again begins the next chunk; layers report in their own order, not in `fuse`'s.
+        if not self._fused or index in self._summed:
             self._fused.append(part)
-        elif self._fused:
+            self._summed = {index}
+        else:
             self._fused[-1].add_(part)
+            self._summed.add(index)
 
     @contextmanager
     def prefill(self) -> Iterator[None]:

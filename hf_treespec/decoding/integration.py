@@ -28,8 +28,6 @@ from .support import UnsupportedRequestError, check_request, decoding_config
 
 logger = logging.get_logger(__name__)
 
-_ORIGINAL = "_treespec_original"
-
 
 def _is_ours(assistant: Any, generation_config: GenerationConfig) -> bool:
     if not isinstance(assistant, BlockDrafter):
@@ -165,6 +163,10 @@ _WRAPPED: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
 )
 
 
+#: Our wrappers in place, and what they wrap.
+_installed: dict[tuple[Any, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
 def install() -> None:
     """Wraps the three functions and registers tree attention. Idempotent.
 
@@ -172,9 +174,9 @@ def install() -> None:
         RuntimeError: This version of transformers has other signatures than the wrappers were written for.
     """
     for owner, name, wrap, expected in _WRAPPED:
-        function = getattr(owner, name)
-        if hasattr(function, _ORIGINAL):
+        if (owner, name) in _installed:
             continue
+        function = getattr(owner, name)
         missing = [parameter for parameter in expected if parameter not in inspect.signature(function).parameters]
         if missing:
             raise RuntimeError(
@@ -182,15 +184,20 @@ def install() -> None:
                 "Install a version named in the project's requirements."
             )
         wrapper = wrap(function)
-        setattr(wrapper, _ORIGINAL, function)
+        _installed[owner, name] = (wrapper, function)
         setattr(owner, name, wrapper)
     interface.install()
 
 
 def uninstall() -> None:
-    """Gives transformers its own functions back. Idempotent."""
-    for owner, name, _, _ in _WRAPPED:
-        function = getattr(owner, name)
-        if hasattr(function, _ORIGINAL):
-            setattr(owner, name, getattr(function, _ORIGINAL))
+    """Gives transformers its own functions back. Idempotent.
+
+    Raises:
+        RuntimeError: Another library has wrapped a function after us; it must be taken off first.
+    """
+    for (owner, name), (wrapper, function) in list(_installed.items()):
+        if getattr(owner, name) is not wrapper:
+            raise RuntimeError(f"`{name}` has been wrapped by another library since; take that wrapper off first.")
+        setattr(owner, name, function)
+        del _installed[owner, name]
     interface.uninstall()

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
@@ -22,12 +22,13 @@ from ..transfer import to_device
 from ..trees import DraftTree
 from . import contexts
 from .candidate_generator import TreeCandidateGenerator
-from .features import FeatureRecorder
+from .features import FeatureRecorder, decoder_layers
 from .outputs import build_output
 from .report import GenerationReport, StageClock
 from .rows import Rows
 from .sampling import Picker
 from .stopping import Stopping
+from .support import check_positions
 from .verification import Verifier
 from .walk import Walk
 
@@ -102,6 +103,7 @@ class TreeDecoding:
         target, config = self.target, self.config
         interface.install()  # kernels from the Hub register themselves when a model is loaded
         text_config = target.config.get_text_config()
+        decoder_layers(target)
         max_length = self.rows.stopping.max_length
         cache = self.model_kwargs[CACHE_KEYWORD]
         session = contexts.recall(cache, self.drafter, self.batch_size)
@@ -111,7 +113,9 @@ class TreeDecoding:
         rows = self.controller.largest() * self.session.rows_per_node
         if self.generation_config.cache_implementation == "static" and cache.get_seq_length() == 0:
             cache = self.model_kwargs[CACHE_KEYWORD] = grow_static(cache, text_config, rows)
-        self.cache = TreeCache.attach(cache, text_config, self.batch_size, max_length - 1 + rows)
+        columns = max_length - 1 + self._columns_before_prompt(cache)
+        check_positions(text_config, columns + 1)
+        self.cache = TreeCache.attach(cache, text_config, self.batch_size, columns + rows)
         self._resources.callback(self.cache.detach)
         self.recorder = FeatureRecorder(target, self.session)
         self._resources.callback(self.recorder.close)
@@ -133,6 +137,15 @@ class TreeDecoding:
         self._accepted: torch.Tensor | None = None
         self._extra_hidden: torch.Tensor | None = None
         self._drafting = True
+
+    def _columns_before_prompt(self, cache: Cache) -> int:
+        """Cached columns that `input_ids` does not count: a past it goes on from, or a prompt given as embeddings."""
+        embeds = self.model_kwargs.get("inputs_embeds")
+        if embeds is not None and self.rows.prompt_length == 0:
+            return int(embeds.shape[1])
+        mask = self.model_kwargs.get("attention_mask")
+        whole = getattr(self.generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        return int(cache.get_seq_length()) if whole not in (-1, self.rows.prompt_length) else 0
 
     def run(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Generates until every row has stopped and returns what plain `generate` returns."""
@@ -156,7 +169,13 @@ class TreeDecoding:
             if bool(valid.all()):
                 valid = None
         self.verifier = Verifier(
-            self.target, self.model_kwargs, self.cache, self.recorder, valid, self.rows.hidden is not None
+            self.target,
+            self.model_kwargs,
+            self.cache,
+            self.recorder,
+            valid,
+            self.rows.hidden is not None,
+            self.rows.stopping.max_length - self.rows.prompt_length,
         )
         self._note_prompt(columns, valid)
         root = DraftTree.root(self.input_ids.new_zeros(self.batch_size))

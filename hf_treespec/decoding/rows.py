@@ -10,6 +10,9 @@ import torch
 from ..transfer import to_device
 from .stopping import Stopping
 
+#: Columns allocated behind the prompt at first; they double when they are full.
+_FIRST_COLUMNS = 1024
+
 
 class Rows:
     """The rows of one call: their tokens, where each stopped, and what the caller asked to get back.
@@ -38,13 +41,14 @@ class Rows:
     ) -> None:
         self.batch_size, self.prompt_length = input_ids.shape
         self.stopping = stopping
-        columns = max(stopping.max_length, self.prompt_length + 1)
+        columns = min(max(stopping.max_length, self.prompt_length + 1), self.prompt_length + _FIRST_COLUMNS)
         self.sequences = input_ids.new_full((self.batch_size, columns), pad_token_id)
         self.sequences[:, : self.prompt_length] = input_ids
         self.tokens: list[list[int]] = [[] for _ in range(self.batch_size)]
         self.scores: list[list[torch.Tensor]] | None = [[] for _ in self.tokens] if keep_scores else None
         self.logits: list[list[torch.Tensor]] | None = [[] for _ in self.tokens] if keep_logits else None
         self.hidden: list[list[tuple[torch.Tensor, ...]]] | None = [[] for _ in self.tokens] if keep_hidden else None
+        self._joined_scores: list[torch.Tensor] = []
         self._stopped_at: list[int | None] = [None] * self.batch_size
         self._pad = pad_token_id
         self._streamer = streamer
@@ -59,7 +63,7 @@ class Rows:
         if self.stopping.pads:
             return [row for row, stop in enumerate(self._stopped_at) if stop is None]
         steps = self.steps
-        wanted = self.stopping.max_length - self.prompt_length if steps is None else steps
+        wanted = max(1, self.stopping.max_length - self.prompt_length) if steps is None else steps
         return [row for row, tokens in enumerate(self.tokens) if len(tokens) < wanted]
 
     @property
@@ -87,6 +91,9 @@ class Rows:
         """
         step = len(self.tokens[members[0]])
         column = self.prompt_length + step
+        if column >= self.sequences.shape[1]:
+            padding = self.sequences.new_full(self.sequences.shape, self._pad)
+            self.sequences = torch.cat([self.sequences, padding], dim=1)
         if len(members) == 1:
             self.sequences[members[0], column] = tokens[0]
         else:
@@ -96,7 +103,7 @@ class Rows:
         shown = None if everyone or len(members) == self.batch_size else members
         if self.stopping.reads_tokens:
             newest = tokens if shown is not None or len(members) == self.batch_size else self._newest(step)
-            scores = by_step(self.scores, step + 1, torch.stack)
+            scores = self._scores_so_far(step + 1)
             stops = self.stopping.stops(newest, self.ids(shown, step + 1), scores)
             if len(stops) != len(members):
                 stops = [stops[row] for row in members]
@@ -107,6 +114,13 @@ class Rows:
                 self._stopped_at[row] = step + 1
         live = set(self.live())
         return [row not in live for row in members]
+
+    def _scores_so_far(self, steps: int) -> tuple[torch.Tensor, ...] | None:
+        if self.scores is None:
+            return None
+        for step in range(len(self._joined_scores), steps):
+            self._joined_scores.append(torch.stack([row[min(step, len(row) - 1)] for row in self.scores]))
+        return tuple(self._joined_scores[:steps])
 
     def _newest(self, step: int) -> list[int]:
         return [tokens[step] if len(tokens) > step else self._pad for tokens in self.tokens]
@@ -133,7 +147,7 @@ class Rows:
     def result(self) -> torch.Tensor:
         """Finished sequences, long `[B, L0 + steps]`."""
         assert self.steps is not None
-        return self.sequences[:, : self.prompt_length + self.steps]
+        return self.sequences[:, : self.prompt_length + self.steps].contiguous()
 
 
 def by_step(kept: list[list[Any]] | None, steps: int, join: Callable[[list[Any]], Any]) -> tuple[Any, ...] | None:

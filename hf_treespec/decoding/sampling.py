@@ -15,7 +15,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
-from ..transfer import to_device
+from .support import UnsupportedRequestError
 
 #: Processors that treat every row alone and look at its scores only.
 _SCORES_ONLY = (
@@ -134,7 +134,7 @@ class StepNoise:
 def _global_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         torch.cuda.init()
-        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     if device.type == "mps":
         return torch.mps._get_default_mps_generator()
     return torch.default_generator
@@ -149,7 +149,7 @@ class Picker:
         device: Device of the scores.
 
     Raises:
-        ValueError: Sampling a batch on a device whose `multinomial` is not the exponential race.
+        UnsupportedRequestError: Sampling a batch on a device whose `multinomial` is not the exponential race.
     """
 
     def __init__(self, do_sample: bool, batch_size: int, device: torch.device) -> None:
@@ -159,7 +159,7 @@ class Picker:
             if multinomial_is_exponential_race(device.type):
                 self._noise = StepNoise(batch_size, device)
             elif batch_size > 1:
-                raise ValueError(
+                raise UnsupportedRequestError(
                     f"Sampling a batch needs draws that can be replayed out of order, which `torch.multinomial` on "
                     f"{device.type!r} does not allow (batch size {batch_size}). Use batch size 1 or greedy decoding."
                 )
@@ -180,6 +180,9 @@ class Picker:
         if not self._do_sample:
             return scores.argmax(dim=-1)
         probabilities = scores.softmax(dim=-1)
+        if scores.device.type == "cpu" and not bool(probabilities.isfinite().all()):
+            # What `torch.multinomial` says to plain decoding.
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         if self._noise is None:
             return torch.multinomial(probabilities, num_samples=1).squeeze(1)
         noise = self._noise.of(step, scores.shape[-1])
@@ -200,11 +203,14 @@ class Picker:
             return scores.argmax(dim=-1)
         assert self._noise is not None
         vocab = scores.shape[-1]
-        low, high = min(first_steps), max(first_steps) + deepest + 1
-        noise = torch.stack([self._noise.of(step, vocab) for step in range(low, high)])
+        noise = torch.stack(
+            [
+                torch.stack([self._noise.of(step, vocab)[row] for step in range(first, first + deepest + 1)])
+                for row, first in enumerate(first_steps)
+            ]
+        )
         rows = torch.arange(len(first_steps), device=depths.device)[:, None]
-        offsets = to_device([step - low for step in first_steps], depths.device)[:, None]
-        return (scores.softmax(dim=-1) / noise[depths + offsets, rows]).argmax(dim=-1)
+        return (scores.softmax(dim=-1) / noise[rows, depths]).argmax(dim=-1)
 
     def finish(self, steps: int) -> None:
         """Leaves the global generator as plain `generate` leaves it after `steps` steps."""

@@ -27,7 +27,7 @@ class Stopping:
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.max_length: int = criteria.max_length
+        self.max_length: int = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
         self._ends: frozenset[int] = frozenset()
         self._others = StoppingCriteriaList()
         for criterion in criteria:

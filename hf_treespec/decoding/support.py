@@ -5,13 +5,20 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation.utils import GenerationMixin
 
+from ..attention.masks import layer_kinds
 from ..configuration import TreeSpecConfig
 from ..drafters.base import BlockDrafter
 
 #: Ways of generation that exclude a drafter, by the generation option that asks for them.
 _EXCLUSIVE = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "assistant_ensemble_weight")
+
+#: `generate` fills `num_assistant_tokens` with this where the caller said nothing.
+_UNSET_ASSISTANT_TOKENS = 20
+#: Rotary embeddings whose frequencies follow the longest position of a forward.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class UnsupportedRequestError(ValueError):
@@ -21,8 +28,11 @@ class UnsupportedRequestError(ValueError):
 def decoding_config(drafter: BlockDrafter, generation_config: GenerationConfig) -> TreeSpecConfig:
     """The options of one call: the generation config's, else the drafter's, else the defaults."""
     config = getattr(generation_config, "treespec", None) or drafter.treespec_config or TreeSpecConfig()
+    if not isinstance(config, TreeSpecConfig):
+        raise TypeError(f"`treespec` takes a TreeSpecConfig, got {type(config).__name__}.")
     depth = generation_config.num_assistant_tokens
-    return config.with_options(depth=depth) if depth and config.depth is None else config
+    given = depth and depth != _UNSET_ASSISTANT_TOKENS
+    return config.with_options(depth=depth) if given and config.depth is None else config
 
 
 def check_request(
@@ -73,7 +83,52 @@ def check_request(
             "Prompt-learning adapters put virtual tokens in front of every forward, which a verification forward "
             "cannot reproduce. Merge or disable the adapter, or drop `assistant_model`."
         )
+    if type(target)._sample is not GenerationMixin._sample:
+        raise UnsupportedRequestError(
+            f"{type(target).__name__} samples by a loop of its own, which a drafter cannot follow. "
+            "Call `generate` without `assistant_model`."
+        )
+    borrowed = (target.get_input_embeddings(), target.get_output_embeddings())
+    if any(module is not None and getattr(module.weight, "is_meta", False) for module in borrowed):
+        raise UnsupportedRequestError(
+            "A drafter borrows the target's embeddings and head, and offloading keeps them off every device (meta). "
+            "Give them a device in `device_map`."
+        )
+    check_layers(target.config.get_text_config())
     drafter.check_target(target)
+
+
+def check_layers(text_config: PreTrainedConfig) -> None:
+    """Checks that every decoder layer's attention can verify a tree.
+
+    Raises:
+        UnsupportedRequestError: A layer's cannot.
+    """
+    try:
+        layer_kinds(text_config)
+    except ValueError as error:
+        raise UnsupportedRequestError(str(error)) from error
+
+
+def check_positions(text_config: PreTrainedConfig, length: int) -> None:
+    """Checks that positions mean the same in a tree as one by one, up to `length` positions.
+
+    Raises:
+        UnsupportedRequestError: The rotary frequencies change with the longest position of a forward before that.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        kind = parameters.get("rope_type") or parameters.get("type")
+        original = parameters.get("original_max_position_embeddings") or getattr(
+            text_config, "original_max_position_embeddings", None
+        )
+        original = original or text_config.max_position_embeddings
+        if kind in _LENGTH_DEPENDENT_ROPE and length > original:
+            raise UnsupportedRequestError(
+                f"{kind!r} rotary embeddings change with the longest position of a forward, so a tree would be "
+                f"verified with other frequencies than plain decoding has: the call may reach {length} positions, and "
+                f"they change after {original}. Ask for fewer tokens, or drop `assistant_model`."
+            )
 
 
 def _has_prompt_learning(target: PreTrainedModel) -> bool:

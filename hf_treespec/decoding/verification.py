@@ -31,6 +31,7 @@ class Verifier:
         recorder: Listens to the feature layers.
         valid: False where a column of the prompt is padding, bool `[B, S0]`; None if there is none.
         keep_hidden: Return hidden states of every node.
+        new_tokens: Most tokens a row may generate.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Verifier:
         recorder: FeatureRecorder,
         valid: torch.Tensor | None,
         keep_hidden: bool,
+        new_tokens: int,
     ) -> None:
         self._target = target
         self._cache = cache
@@ -51,6 +53,7 @@ class Verifier:
             key: value for key, value in model_kwargs.items() if key.endswith("token_type_ids") and value is not None
         }
         self._next_position = model_kwargs["position_ids"][..., -1:] + 1
+        self._last_position = self._next_position + max(0, new_tokens - 1)
         self._masks = TreeMasks.for_config(target.config.get_text_config(), target.dtype, target.device, valid)
         self._kinds = tuple(dict.fromkeys(self._masks.kinds))
 
@@ -77,6 +80,9 @@ class Verifier:
             steps[0] if len(steps) == 1 else to_device(steps, self._next_position.device)[:, None]
         )
         positions = first + depths.to(first.device)
+        if len(steps) > 1:
+            # Depths follow the row that wants most; nodes past the own end of a row are never accepted.
+            positions[..., :nodes] = torch.minimum(positions[..., :nodes], self._last_position)
         cache = self._cache
         views = {kind: cache.view(kind, width) for kind in self._kinds}
         masks = self._masks.build(seen, depths, cache.lengths, views)

@@ -73,7 +73,8 @@ class Walk:
                     paths[row].append(frontier[row])
                     if rows.hidden is not None and hidden is not None:
                         node = frontier[row]
-                        rows.hidden[row].append(tuple(h[row : row + 1, node : node + 1] for h in hidden))
+                        # Copies: a view would keep every node's hidden states alive.
+                        rows.hidden[row].append(tuple(h[row : row + 1, node : node + 1].clone() for h in hidden))
                 done = rows.append(members, tokens, everyone=not self._alone)
                 for row, token, finished in zip(members, tokens, done, strict=True):
                     if not finished:
@@ -117,20 +118,23 @@ class Walk:
         device = rows.sequences.device
         raw = logits.to(device=device, dtype=torch.float32, copy=True).view(batch * nodes, -1)
         scores = self._processors(rows.sequences[:1, :1], raw).view(batch, nodes, -1)
+        live = rows.live()
         first = [len(tokens) for tokens in rows.tokens]
+        lowest = min(first[row] for row in live)
+        first = [step if row in live else lowest for row, step in enumerate(first)]
         tree_table = torch.stack([tree.tokens, tree.parents, tree.depths]).to(device)
         picked = self._picker.pick_nodes(scores, tree_table[2], first, tree.deepest)
         # The round's one host read: everything the walk needs, packed.
         table = torch.stack([tree_table[0], tree_table[1], picked]).tolist()
         paths: list[list[int]] = [[] for _ in range(batch)]
-        for row in rows.live():
+        for row in live:
             tokens, parents, picks = table[0][row], table[1][row], table[2][row]
             children = {(parents[node], tokens[node]): node for node in range(nodes - 1, 0, -1) if parents[node] >= 0}
             node: int | None = 0
             while node is not None:
                 paths[row].append(node)
                 if rows.hidden is not None and hidden is not None:
-                    rows.hidden[row].append(tuple(h[row : row + 1, node : node + 1] for h in hidden))
+                    rows.hidden[row].append(tuple(h[row : row + 1, node : node + 1].clone() for h in hidden))
                 (done,) = rows.append([row], [picks[node]], everyone=False)
                 node = None if done else children.get((node, picks[node]))
         return paths
