@@ -132,9 +132,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for everything the run writes")
     parser.add_argument("--stage", choices=STAGES, help="one stage instead of all")
-    parser.add_argument("--target-steps", type=int, default=2000)
-    parser.add_argument("--continuations", type=int, default=4096, help="sequences the target writes for the drafter")
-    parser.add_argument("--drafter-steps", type=int, default=3500)
+    parser.add_argument("--target-steps", type=int, default=1000)
+    parser.add_argument("--continuations", type=int, default=1152, help="sequences the target writes for the drafter")
+    parser.add_argument("--drafter-steps", type=int, default=700)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     if arguments.stage in (None, "corpus"):
