@@ -107,7 +107,10 @@ def check_layers(text_config: PreTrainedConfig) -> None:
     try:
         layer_kinds(text_config)
     except ValueError as error:
-        raise UnsupportedRequestError(str(error)) from error
+        raise UnsupportedRequestError(
+            f"{error}. A recurrent or convolution state cannot be rolled back to a branch of the tree. "
+            "Decode this target without a drafter."
+        ) from error
 
 
 def check_positions(text_config: PreTrainedConfig, length: int) -> None:

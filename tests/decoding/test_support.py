@@ -1,0 +1,96 @@
+"""What is refused before prefill, and what only looks as if it had to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import batch, build, dflash, prompt, target
+from parity import GREEDY, SAMPLED, run
+from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+
+import hf_treespec
+from hf_treespec.decoding import UnsupportedRequestError, integration
+from hf_treespec.decoding.support import decoding_config
+
+
+def rope(kind: str) -> dict[str, Any]:
+    fields = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 20}
+    if kind == "longrope":
+        fields |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+    return fields | ({"factor": 2.0} if kind == "dynamic" else {})
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_follow_the_forward_are_refused_where_they_change(kind: str) -> None:
+    model = build("llama", rope_parameters=rope(kind), head_dim=16, max_position_embeddings=20)
+    drafter = dflash("llama")
+    forwards: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    with pytest.raises(UnsupportedRequestError, match="may reach 29 positions, and they change after 20"):
+        run(model, prompt(9), assistant_model=drafter, **GREEDY, max_new_tokens=20)
+    assert not forwards
+    handle.remove()
+    plain = run(model, prompt(9), **GREEDY, max_new_tokens=11)
+    assisted = run(model, prompt(9), assistant_model=drafter, **GREEDY, max_new_tokens=11)
+    assert torch.equal(plain.sequences, assisted.sequences)
+    plain = run(model, prompt(9), **GREEDY, max_new_tokens=20)
+    view = drafter.with_options(on_unsupported="plain")
+    assert torch.equal(
+        plain.sequences, run(model, prompt(9), assistant_model=view, **GREEDY, max_new_tokens=20).sequences
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_shortest_maximum_counts_and_one_token_is_the_least(rows: int) -> None:
+    model, inputs = target("qwen3"), prompt() if rows == 1 else batch()
+    length = inputs["input_ids"].shape[1]
+    for limit in (length - 4, length + 6):
+        options = {**GREEDY, "max_new_tokens": 20}
+        plain, assisted = (
+            run(model, inputs, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(limit)]), **options, **extra)
+            for extra in ({}, {"assistant_model": dflash("qwen3")})
+        )
+        assert torch.equal(plain.sequences, assisted.sequences)
+
+
+def test_scores_that_are_no_numbers_raise_as_in_plain_decoding() -> None:
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores * float("nan")
+
+    options = {**SAMPLED, "max_new_tokens": 4, "logits_processor": LogitsProcessorList([Broken()])}
+    for extra in ({}, {"assistant_model": dflash("qwen3")}):
+        with pytest.raises(RuntimeError, match="inf"):
+            run(target("qwen3"), prompt(), **options, **extra)
+
+
+def test_results_are_contiguous_and_long_limits_cost_nothing() -> None:
+    options = {**GREEDY, "max_length": 10**12, "eos_token_id": list(range(2, 97)), "pad_token_id": 0}
+    out = run(target("qwen3"), batch(), assistant_model=dflash("qwen3"), **options).sequences
+    assert out.is_contiguous()
+
+
+def test_an_unset_number_of_assistant_tokens_limits_nothing() -> None:
+    model = target("qwen3")
+    config, _ = model._prepare_generation_config(None, max_new_tokens=4)
+    assert decoding_config(dflash("qwen3"), config).depth is None
+    config.num_assistant_tokens = 3
+    assert decoding_config(dflash("qwen3"), config).depth == 3
+    config.treespec = {"budget": 4}
+    with pytest.raises(TypeError, match="takes a TreeSpecConfig, got dict"):
+        decoding_config(dflash("qwen3"), config)
+
+
+def test_uninstall_leaves_wrappers_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name = integration._WRAPPED[0][:2]
+    ours = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: ours(*args, **kwargs))
+    with pytest.raises(RuntimeError, match="wrapped by another library"):
+        hf_treespec.uninstall()
+    monkeypatch.undo()
+    hf_treespec.uninstall()
+    assert getattr(owner, name) is not ours
+    hf_treespec.install()
+    hf_treespec.install()
