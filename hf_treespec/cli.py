@@ -1,4 +1,4 @@
-"""The command line: `hf-treespec demo`, `generate`, `verify`, `train`."""
+"""The command line: `hf-treespec demo`, `generate`, `verify`, `bench`, `train`."""
 
 from __future__ import annotations
 
@@ -291,6 +291,108 @@ def verify(
                     f"[{colour}]{difference.verdict}[/]"
                 )
     raise typer.Exit(0 if passed else 1)
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Option(help="Target model: Hub id, path, or `embedded`.")] = "embedded",
+    drafter: Annotated[str, typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")] = (
+        "embedded"
+    ),
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Prompts, by comma: JSONL files of {"turns": [...]} lines; gsm8k, math500, humaneval, mbpp, mt-bench '
+            "from the Hub; stdlib-functions, stdlib-docstrings, stdlib-tests, which the embedded pair has never seen "
+            "and which are its default."
+        ),
+    ] = None,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ways of decoding, by comma; N is a number of verified rows, the root included: plain compiled "
+            "lookup stock-chain chain tree-N marginal-N treeflash-N beam-N static-N bastion auto oracle flex-parallel "
+            "flex-sequential flex-auto. Those that cannot run are left out and say why."
+        ),
+    ] = None,
+    batch_sweep: Annotated[
+        str | None, typer.Option(help="Batch sizes to measure besides, by comma, such as `1,2,4`.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each kind.  [default: 16; --quick 2]")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens to generate.  [default: 256; --quick 48]")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Times each arm answers each prompt.  [default: 3; --quick 2]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few prompts, tokens, repeats and arms: minutes.")] = False,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end of the text, to equal lengths.")] = False,
+    seed: SeedOption = 0,
+    dtype: Annotated[Precision, typer.Option(help="Format of the weights; the checkpoint's own by default.")] = (
+        Precision.auto
+    ),
+    device: DeviceOption = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the results to.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="File to append a row for each arm and kind of prompt to.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder to draw figures into (extra `plots`).")] = None,
+) -> None:
+    """Measure ways of decoding against each other: interleaved, on the same prompts, with intervals.
+
+    Ctrl-C ends the measuring and reports what has been measured. Exits with 1 if an output of this library differs
+    from plain decoding by more than a rounding tie, and with 130 after an interrupt.
+    """
+    from rich.console import Console
+
+    from .evaluation.bench import run_bench
+    from .evaluation.benchmark import Settings
+    from .evaluation.held_out import SLICES
+
+    if not data and target != "embedded":
+        raise typer.BadParameter("say which prompts to use; only the embedded pair has its own", param_hint="--data")
+    try:
+        batch_sizes = [int(size) for size in _split([batch_sweep or ""])]
+    except ValueError:
+        batch_sizes = [0]
+    if any(size < 1 for size in batch_sizes):
+        raise typer.BadParameter("expected numbers from 1 on, such as `1,2,4`", param_hint="--batch-sweep")
+    generation = _sampling(temperature, top_k, top_p, repetition_penalty=repetition_penalty)
+    if ignore_eos:
+        generation["eos_token_id"] = None
+    settings = Settings(
+        max_new_tokens or (48 if quick else 256), repeats or (2 if quick else 3), seed=seed, generation=generation
+    )
+    default_arms = "lookup,chain,tree-8,tree-16,auto"
+    if not quick:
+        default_arms = "lookup,stock-chain,chain,tree-8,tree-16,tree-32,auto"
+    pair = _load(target, drafter, dtype, device)
+    try:
+        identical = run_bench(
+            Console(),
+            pair,
+            data=_split(data) or list(SLICES),
+            arms=_split(arms) or _split([default_arms]),
+            settings=settings,
+            prompts=prompts or (2 if quick else 16),
+            batch_sizes=batch_sizes,
+            described={"target": target, "drafter": drafter, "temperature": temperature},
+            json_path=json,
+            csv_path=csv,
+            plots=plots,
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (ImportError, OSError, ValueError) as error:
+        raise _fail(error) from None
+    raise typer.Exit(0 if identical else 1)
+
+
+def _split(values: list[str] | None) -> list[str]:
+    """The parts of values that are separated by commas."""
+    return [part.strip() for value in values or [] for part in value.split(",") if part.strip()]
 
 
 @train_app.command("dflash")

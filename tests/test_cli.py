@@ -17,6 +17,10 @@ import hf_treespec
 from hf_treespec import embedded
 from hf_treespec.cli import app
 from hf_treespec.drafters.auto import AutoDrafter
+from hf_treespec.evaluation import held_out
+from hf_treespec.evaluation.arms import ARMS
+from hf_treespec.evaluation.benchmark import Benchmark
+from hf_treespec.evaluation.prompt_sets import available_sets
 
 runner = CliRunner()
 
@@ -60,7 +64,13 @@ def test_version():
 
 def test_everything_is_documented():
     found = dict(commands(typer.main.get_command(app)))
-    assert {"hf-treespec demo", "hf-treespec generate", "hf-treespec verify", "hf-treespec train dflash"} <= set(found)
+    assert {
+        "hf-treespec demo",
+        "hf-treespec generate",
+        "hf-treespec verify",
+        "hf-treespec bench",
+        "hf-treespec train dflash",
+    } <= set(found)
     for name, command in found.items():
         assert command.help, name
         for parameter in command.params:
@@ -176,6 +186,84 @@ def test_demo_without_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 2
     assert "`target` is not in this installation" in result.stderr
+
+
+class TestBench:
+    arguments = ("bench", "--quick", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "8")
+
+    @pytest.fixture(autouse=True)
+    def _tiny(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(embedded, "load", lambda *args, **kwargs: pair)
+
+    def test_results(self, tmp_path: Path):
+        file, table = tmp_path / "bench.json", tmp_path / "bench.csv"
+        arguments = [*self.arguments, "--json", str(file), "--csv", str(table), "--batch-sweep", "1,2"]
+        result = runner.invoke(app, [*arguments, "--arms", "chain, tree-4,treeflash-4"])
+        assert result.exit_code == 0, result.output
+        assert "stdlib-functions, 2 prompts" in result.stdout
+        assert "treeflash-4 skipped: needs a treeflash drafter" in result.stdout
+        found = json.loads(file.read_text())
+        assert [section["dataset"] for section in found["datasets"]] == list(held_out.SLICES)
+        assert [section["batch"] for section in found["batches"]] == [1, 2]
+        for section in (*found["datasets"], *found["batches"]):
+            rows = {row["arm"]: row for row in section["arms"]}
+            assert list(rows) == ["plain", "chain", "tree-4", "treeflash-4"]
+            assert rows["tree-4"]["greedy_match"] == 1.0
+            assert rows["treeflash-4"]["skipped"]
+        assert found["environment"]["target"] == found["environment"]["drafter"] == "embedded"
+        assert found["environment"]["max_new_tokens"] == 8
+        assert len(table.read_text().splitlines()) == 1 + 5 * 4
+
+    def test_a_file_of_prompts(self, tmp_path: Path, paths: tuple[str, str]):
+        data, file = tmp_path / "mine.jsonl", tmp_path / "bench.json"
+        data.write_text(json.dumps({"turns": [PROMPT, "more"]}) + "\n")
+        pair = ["--target", paths[0], "--drafter", paths[1]]
+        result = runner.invoke(app, [*self.arguments, *pair, "--json", str(file), "--data", str(data), "--ignore-eos"])
+        assert result.exit_code == 0, result.output
+        (section,) = json.loads(file.read_text())["datasets"]
+        assert (section["dataset"], section["prompts"], section["requests"], section["tokens"]) == ("mine", 1, 2, 16)
+        result = runner.invoke(app, [*self.arguments, *pair])
+        assert result.exit_code == 2
+        assert "--data" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--arms", "tree-4,nothing"], "Unknown arm 'nothing'"),
+            (["--data", "nothing"], "No prompts named 'nothing'"),
+            (["--batch-sweep", "1,x"], "--batch-sweep"),
+            (["--batch-sweep", "0"], "--batch-sweep"),
+        ],
+    )
+    def test_what_cannot_be_measured_is_refused(self, arguments: list[str], message: str):
+        result = runner.invoke(app, [*self.arguments, *arguments])
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+    @pytest.mark.usefixtures("tampered")
+    def test_a_difference_fails(self):
+        result = runner.invoke(app, [*self.arguments, "--arms", "chain", "--data", "stdlib-tests"])
+        assert result.exit_code == 1
+        assert "differs from plain decoding" in result.stdout
+
+    def test_an_interrupt_reports(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        def interrupt(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Benchmark, "_measure_batches", interrupt)
+        file = tmp_path / "bench.json"
+        arguments = [*self.arguments, "--arms", "chain", "--data", "stdlib-tests", "--batch-sweep", "2"]
+        result = runner.invoke(app, [*arguments, "--json", str(file)])
+        assert result.exit_code == 130
+        assert "Interrupted" in result.stdout
+        found = json.loads(file.read_text())
+        assert found["partial"] is True
+        assert found["datasets"][0]["arms"][1]["speedup"] > 0
+        assert found["batches"][0]["arms"][1]["skipped"] == "nothing was measured"
+
+    def test_help_names_every_arm_and_prompt_set(self):
+        text = " ".join(runner.invoke(app, ["bench", "--help"], env={"COLUMNS": "400"}).stdout.split())
+        assert all(name in text for name in (*ARMS, *available_sets()))
 
 
 def test_train_dflash(paths: tuple[str, str], tmp_path: Path):

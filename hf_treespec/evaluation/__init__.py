@@ -1,4 +1,4 @@
-"""Measuring and checking: the demo, and the comparison with plain decoding."""
+"""Measuring and checking: the demo, the benchmark, and the comparison with plain decoding."""
 
 from .verification import Difference, Verification, verify
 

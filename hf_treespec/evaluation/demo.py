@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
-import platform
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from .. import embedded
-from ..decoding.report import GenerationReport
 from ..drafters.base import BlockDrafter
 from .demo_prompts import PROMPTS
-from .timing import TimedCall, timed_generate
+from .encoding import encode_text
+from .environment import software
+from .measurement import (
+    REPETITION_LIMIT,
+    ArmResult,
+    acceptance_length,
+    pool,
+    repeated_ngrams,
+    tokens_per_second,
+)
+from .timing import timed_generate
 
 #: Sampling over the whole vocabulary, and greedy decoding kept from looping.
 REGIMES: dict[str, dict[str, Any]] = {
@@ -30,35 +36,6 @@ REGIMES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "repetition_penalty": 1.2},
 }
 TITLES = {"sampled": "sampling at temperature 0.8", "greedy": "greedy, repetition penalty 1.2"}
-
-#: A plain continuation that repeats more of its 4-grams than this is marked: looping text is easy to draft.
-REPETITION_LIMIT = 0.2
-
-
-@dataclass
-class ArmResult:
-    """All repeats of one way of decoding on one prompt."""
-
-    calls: list[TimedCall] = field(default_factory=list)
-    reports: list[GenerationReport] = field(default_factory=list)
-
-    @property
-    def sequence(self) -> torch.Tensor:
-        return self.calls[0].sequence
-
-    @property
-    def seconds(self) -> float:
-        """Median over repeats, end to end."""
-        return statistics.median(call.seconds for call in self.calls)
-
-    @property
-    def decode_seconds(self) -> float:
-        """Median over repeats, from the first new token on."""
-        return statistics.median(call.decode_seconds for call in self.calls)
-
-    @property
-    def decode_tokens(self) -> int:
-        return self.calls[0].decode_tokens
 
 
 @dataclass
@@ -73,35 +50,6 @@ class PromptResult:
         """Whether every call of some arms gave the very tokens of plain decoding."""
         expected = self.arms["plain"].sequence
         return all(torch.equal(expected, call.sequence) for arm in arms for call in self.arms[arm].calls)
-
-
-def tokens_per_second(results: Iterable[ArmResult]) -> float | None:
-    """Decode-only tokens per second over some prompts; None where nothing was decoded after the first token."""
-    results = list(results)
-    seconds = sum(result.decode_seconds for result in results)
-    tokens = sum(result.decode_tokens for result in results)
-    return tokens / seconds if tokens and seconds > 0 else None
-
-
-def acceptance_length(reports: Iterable[GenerationReport]) -> float | None:
-    """Tokens committed per drafted round, pooled over rounds; None without a drafted round."""
-    reports = list(reports)
-    pairs = sum(report.pairs for report in reports)
-    return sum(report.committed for report in reports) / pairs if pairs else None
-
-
-def stage_ms(reports: Iterable[GenerationReport]) -> dict[str, float]:
-    """Mean milliseconds a round spends in each stage, pooled over rounds."""
-    reports = [report for report in reports if report.rounds]
-    rounds = sum(report.rounds for report in reports)
-    stages = reports[0].stage_ms if reports else {}
-    return {stage: sum(report.stage_ms[stage] * report.rounds for report in reports) / rounds for stage in stages}
-
-
-def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of a sequence's n-grams that it has had before."""
-    grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
@@ -126,7 +74,7 @@ def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
         "tokens_per_second": speeds["tree"],
         "plain_tokens_per_second": speeds["plain"],
         "target_forwards": sum(result.arms["tree"].reports[0].target_forwards for result in results),
-        "stage_ms": stage_ms(reports),
+        "stage_ms": pool(reports).stage_ms,
     }
 
 
@@ -163,9 +111,7 @@ class Demo:
 
     def inputs(self, text: str) -> dict[str, torch.Tensor]:
         """Model inputs of a prompt, led by the begin-of-text token as in training."""
-        ids = [self.tokenizer.bos_token_id, *self.tokenizer(text)["input_ids"]]
-        input_ids = torch.tensor([ids], device=self.target.device)
-        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        return encode_text(self.tokenizer, text, self.target.device)
 
     def stream(self, console: Console, count: int) -> None:
         """Writes the first prompts' continuations as they come, plain first, then with the drafter."""
@@ -286,13 +232,7 @@ def as_json(measured: dict[str, list[PromptResult]]) -> dict[str, Any]:
         }
         for regime, results in measured.items()
     }
-    environment = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-    }
-    return {**sections["sampled"], "greedy": sections["greedy"], "environment": environment}
+    return {**sections["sampled"], "greedy": sections["greedy"], "environment": software()}
 
 
 @contextmanager

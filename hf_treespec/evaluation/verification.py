@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,18 +102,41 @@ def verify(
             of rounding at the size of the largest score.
         **options: Whatever else `generate` takes, such as `do_sample=True, max_new_tokens=64`.
     """
-    devices = [target.device] if target.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with _forked_generators(target.device):
         torch.manual_seed(seed)
         plain = target.generate(**inputs, **options)
         torch.manual_seed(seed)
         assisted = target.generate(**inputs, assistant_model=drafter, **options)
-        prompt_length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
-        differences = tuple(
+    differences = judge_differences(target, inputs, plain, assisted, seed=seed, tolerance=tolerance, **options)
+    prompt_length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
+    return Verification(plain, assisted, prompt_length, differences, drafter.last_report)
+
+
+def judge_differences(
+    target: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    plain: torch.Tensor,
+    assisted: torch.Tensor,
+    *,
+    seed: int = 0,
+    tolerance: float | None = None,
+    **options: Any,
+) -> tuple[Difference, ...]:
+    """First difference of each row between two outputs of the same request, `[B, T]` and `[B, T']`.
+
+    Plain decoding runs again up to each difference, to see by how much it decided; the other arguments are `verify`'s.
+    """
+    prompt_length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
+    with _forked_generators(target.device):
+        return tuple(
             _judge(target, inputs, options, seed, tolerance, row, position, plain, assisted, prompt_length)
             for row, position in first_differences(plain[:, prompt_length:], assisted[:, prompt_length:])
         )
-    return Verification(plain, assisted, prompt_length, differences, drafter.last_report)
+
+
+def _forked_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Leaves the caller's generators as they are."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def first_differences(expected: torch.Tensor, actual: torch.Tensor) -> list[tuple[int, int]]:

@@ -1,0 +1,107 @@
+"""The `bench` command: loads, measures, prints and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..drafters.base import BlockDrafter
+from .benchmark import Benchmark, Settings
+from .prompt_sets import load_prompt_set
+from .results import append_csv, as_json, check_csv, identical, section_table
+
+
+def run_bench(
+    console: Console,
+    pair: tuple[PreTrainedModel, BlockDrafter, PreTrainedTokenizerBase],
+    *,
+    data: Sequence[str],
+    arms: Sequence[str],
+    settings: Settings,
+    prompts: int | None = None,
+    batch_sizes: Sequence[int] = (),
+    described: dict[str, Any] | None = None,
+    json_path: Path | None = None,
+    csv_path: Path | None = None,
+    plots: Path | None = None,
+) -> bool:
+    """Measures arms on prompts, prints a table for each kind of prompt and writes what is asked for.
+
+    Args:
+        console: Where to print.
+        pair: Target, drafter, tokenizer.
+        data: Names of prompt sets, see `load_prompt_set`.
+        arms: Names of arms, see `arms.ARMS`.
+        settings: How requests are decoded.
+        prompts: Number of prompts of each set; all by default.
+        batch_sizes: Batch sizes to measure besides.
+        described: What to add to the environment in all outputs.
+        json_path: File for the results.
+        csv_path: File to append a row for each arm to.
+        plots: Folder for figures.
+
+    Returns:
+        Whether every output of this library was plain decoding's, rounding ties apart.
+
+    Raises:
+        ImportError: A library that is asked for is not installed.
+        KeyboardInterrupt: The run was interrupted; what was measured has been printed and written.
+        ValueError: An arm, a prompt set or a file cannot be used.
+    """
+    # What can be refused is refused before anything is measured.
+    if csv_path is not None:
+        check_csv(csv_path)
+    if plots is not None:
+        from .plots import write_plots
+    sets = [load_prompt_set(name, prompts, settings.seed) for name in data]
+    benchmark = Benchmark(*pair, sets, arms, settings, batch_sizes)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("warming up", total=benchmark.steps)
+        benchmark.run(lambda section: progress.update(task, advance=1, description=section))
+    report = as_json(benchmark, **(described or {}))
+    for section in report["datasets"]:
+        console.print(section_table(f"{section['dataset']}, {section['prompts']} prompts", section))
+    for section in report["batches"]:
+        console.print(section_table(f"batch {section['batch']}, {section['prompts']} batches", section))
+    console.print(_legend(settings), style="dim", highlight=False)
+    if benchmark.partial:
+        console.print("Interrupted: only what had been measured is shown.", style="bold yellow")
+    same = identical(report, benchmark.arms)
+    if not same:
+        console.print("Some output differs from plain decoding, and not by a rounding tie.", style="bold red")
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if csv_path is not None:
+        append_csv(report, csv_path)
+    if plots is not None:
+        write_plots(report, plots, histories=nodes_histories(benchmark))
+    if benchmark.partial:
+        raise KeyboardInterrupt
+    return same
+
+
+def nodes_histories(benchmark: Benchmark) -> dict[str, list[int]]:
+    """Rows verified in each round of the first request, for the arms whose reports keep them."""
+    samples = next((section.samples for section in benchmark.datasets if section.samples), [])
+    histories: dict[str, list[int]] = {}
+    for name, result in samples[0].arms.items() if samples else ():
+        history = getattr(result.reports[0], "nodes_history", None) if result.reports else None
+        if history:
+            histories[name] = list(history)
+    return histories
+
+
+def _legend(settings: Settings) -> str:
+    return (
+        "Speed-up is decode-only: time per token after the first, plain decoding's over the arm's, pooled over "
+        f"prompts; medians of {settings.repeats} interleaved repeats, interval by a paired bootstrap over prompts. "
+        "τ counts the tokens a drafted round commits, the target's own included; nodes are rows verified in it, the "
+        f"root included. {torch.get_num_threads()} CPU threads."
+    )

@@ -1,0 +1,32 @@
+"""The benchmark's figures as metrics of the `evaluate` library (extra `eval`), computed without the Hub.
+
+from hf_treespec.evaluation.metrics import AcceptanceLength
+
+AcceptanceLength().compute(committed=[40, 64], rounds=[10, 16])
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .acceptance_length import AcceptanceLength
+    from .speedup import Speedup
+    from .token_match import TokenMatch
+
+_MODULES = {"AcceptanceLength": "acceptance_length", "Speedup": "speedup", "TokenMatch": "token_match"}
+
+__all__ = ["AcceptanceLength", "Speedup", "TokenMatch"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a metric, and with it `evaluate`, when it is asked for."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name in ("evaluate", "datasets"):
+            raise ImportError("Metrics need the `evaluate` library: pip install 'hf-treespec[eval]'.") from error
+        raise

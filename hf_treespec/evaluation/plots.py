@@ -1,0 +1,193 @@
+"""Figures of a benchmark's results. Every function takes plain numbers; `write_plots` takes the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .arms import tree_nodes
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError("Figures need matplotlib: pip install 'hf-treespec[plots]'.") from error
+
+_BLUE, _ORANGE, _GREY = "#3b6fb6", "#d9822b", "#888888"
+
+
+def write_plots(
+    report: Mapping[str, Any],
+    folder: Path,
+    *,
+    predicted_ms: Mapping[int, float] | None = None,
+    histories: Mapping[str, Sequence[int]] | None = None,
+    reliability: Sequence[tuple[float, float, float]] | None = None,
+) -> list[Path]:
+    """Writes the figures that the results are enough for, as PNG.
+
+    Args:
+        report: The benchmark's JSON.
+        folder: Where to put them; made where it is not there.
+        predicted_ms: Milliseconds that a controller expects a verification of N rows to take, by N.
+        histories: Rows verified in each round of a call, by arm.
+        reliability: `(promised, accepted, count)` of nodes of similar path score.
+
+    Returns:
+        The files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Figure] = {}
+    for section in (*report["datasets"], *report["batches"]):
+        title = section.get("dataset") or f"batch {section['batch']}"
+        key = "".join(letter if letter.isalnum() else "-" for letter in title)
+        rows = [row for row in section["arms"] if row["skipped"] is None and row["speedup"] is not None]
+        if not rows:
+            continue
+        figures[f"speedup-{key}"] = plot_speedups(
+            [(row["arm"], row["speedup"], row["speedup_ci95"]) for row in rows], title
+        )
+        stages = {row["arm"]: row["ms_per_round"] for row in rows if row["ms_per_round"]}
+        if stages:
+            figures[f"stages-{key}"] = plot_stages(stages, title)
+        trees = sorted((nodes, row) for row in rows if (nodes := tree_nodes(row["arm"])) is not None)
+        if len(trees) < 2:
+            continue
+        figures[f"nodes-{key}"] = plot_nodes(
+            [(nodes, row["acceptance_length"] or 1.0, row["speedup"], row["speedup_ci95"]) for nodes, row in trees],
+            title,
+        )
+        measured = {nodes: row["ms_per_round"]["verify"] for nodes, row in trees if row["ms_per_round"]}
+        if measured:
+            figures[f"latency-{key}"] = plot_latency(measured, predicted_ms, title)
+    if histories:
+        figures["nodes-by-round"] = plot_histories(histories)
+    if reliability:
+        figures["reliability"] = plot_reliability(reliability)
+    paths = []
+    for name, figure in figures.items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=144)
+    return paths
+
+
+def _figure(title: str, height: float = 3.6) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(6.4, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def plot_speedups(rows: Sequence[tuple[str, float, Sequence[float] | None]], title: str) -> Figure:
+    """Bars of `(arm, speed-up, 95 % interval)`."""
+    figure, axes = _figure(f"{title}: decode-only speed-up, 95 % intervals", 1.4 + 0.32 * len(rows))
+    places = range(len(rows))
+    axes.barh(places, [value for _, value, _ in rows], color=_BLUE, height=0.7)
+    for place, (_, value, interval) in zip(places, rows, strict=True):
+        low, high = interval or (value, value)
+        axes.plot([low, high], [place, place], color="black", linewidth=1.2)
+        axes.annotate(f"{value:.2f}×", (max(value, high), place), (4, 0), textcoords="offset points", va="center")
+    axes.axvline(1.0, color=_GREY, linewidth=1, linestyle="--")
+    axes.set_yticks(places, [arm for arm, _, _ in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("plain decoding's time per token ÷ the arm's")
+    return figure
+
+
+def plot_nodes(points: Sequence[tuple[int, float, float, Sequence[float] | None]], title: str) -> Figure:
+    """Acceptance length and speed-up against the budget, of `(N, τ, speed-up, 95 % interval)`."""
+    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    sizes = [nodes for nodes, _, _, _ in points]
+    upper.plot(sizes, [tau for _, tau, _, _ in points], color=_ORANGE, marker="o")
+    upper.set_ylabel("τ, tokens committed a round")
+    lower.plot(sizes, [value for _, _, value, _ in points], color=_BLUE, marker="o")
+    bounded = [(nodes, interval) for nodes, _, _, interval in points if interval]
+    lower.fill_between(
+        [nodes for nodes, _ in bounded],
+        [interval[0] for _, interval in bounded],
+        [interval[1] for _, interval in bounded],
+        color=_BLUE,
+        alpha=0.2,
+        linewidth=0,
+        label="95 % interval",
+    )
+    lower.axhline(1.0, color=_GREY, linewidth=1, linestyle="--", label="plain decoding")
+    lower.set_ylabel("decode-only speed-up, ×")
+    lower.set_xlabel("N, rows verified a round, the root included")
+    lower.legend(frameon=False)
+    lower.set_xscale("log", base=2)
+    lower.set_xticks(sizes, [str(nodes) for nodes in sizes])
+    lower.minorticks_off()
+    upper.set_title(f"{title}: fixed trees")
+    for axes in (upper, lower):
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_latency(measured_ms: Mapping[int, float], predicted_ms: Mapping[int, float] | None, title: str) -> Figure:
+    """Time to verify N rows, measured and, where a controller predicts it, predicted."""
+    figure, axes = _figure(f"{title}: verification forward")
+    axes.plot(list(measured_ms), list(measured_ms.values()), "o", color=_BLUE, label="measured, mean over rounds")
+    if predicted_ms:
+        sizes = sorted(predicted_ms)
+        axes.plot(sizes, [predicted_ms[size] for size in sizes], color=_ORANGE, label="predicted")
+    axes.set_xlabel("N, rows verified, the root included")
+    axes.set_ylabel("T(N), ms")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_histories(histories: Mapping[str, Sequence[int]]) -> Figure:
+    """Rows verified in each round of one call, a line an arm."""
+    figure, axes = _figure("rows verified over one call")
+    for arm, nodes in histories.items():
+        axes.step(range(1, len(nodes) + 1), nodes, where="mid", label=arm, linewidth=1.2)
+    axes.set_xlabel("round")
+    axes.set_ylabel("N, rows verified with the root")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize="small", ncols=2)
+    return figure
+
+
+def plot_stages(stages: Mapping[str, Mapping[str, float]], title: str) -> Figure:
+    """Where a round's time goes: stacked bars of milliseconds by stage, one an arm."""
+    figure, axes = _figure(f"{title}: a round's time by stage", 1.8 + 0.32 * len(stages))
+    names = list(dict.fromkeys(name for row in stages.values() for name in row))
+    left = [0.0] * len(stages)
+    for index, name in enumerate(names):
+        widths = [row.get(name, 0.0) for row in stages.values()]
+        axes.barh(range(len(stages)), widths, left=left, label=name, color=f"C{index}", height=0.7)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(stages)), list(stages))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a round")
+    figure.legend(loc="outside lower center", ncols=len(names), frameon=False, fontsize="small")
+    return figure
+
+
+def plot_reliability(bins: Sequence[tuple[float, float, float]]) -> Figure:
+    """How often nodes were accepted against how often their path scores promised it; areas are counts."""
+    figure, axes = _figure("reliability of path scores", 4.6)
+    bins = [row for row in bins if row[2] > 0]
+    largest = max((count for _, _, count in bins), default=1.0)
+    axes.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle="--", label="as promised")
+    axes.scatter(
+        [promised for promised, _, _ in bins],
+        [accepted for _, accepted, _ in bins],
+        [20 + 180 * count / largest for _, _, count in bins],
+        color=_BLUE,
+        label="nodes of similar score, area by number",
+    )
+    axes.set_xlabel("promised: mean path score ρ")
+    axes.set_ylabel("accepted: share of nodes on the walk")
+    axes.set_xlim(0, 1.02)
+    axes.set_ylim(0, 1.02)
+    axes.legend(frameon=False, loc="upper left")
+    return figure

@@ -1,0 +1,275 @@
+"""What a benchmark comes to: the JSON, the tables and the rows of a CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from . import environment
+from .arms import tree_nodes
+from .benchmark import Benchmark, Sample, Section
+from .bootstrap import paired_speedup
+from .measurement import REPETITION_LIMIT, pool, tokens_per_second
+from .oracle import cross_fitted_budgets
+
+#: What is said of every arm; null where it does not apply.
+ARM_KEYS = (
+    "arm",
+    "speedup",
+    "speedup_ci95",
+    "end_to_end_speedup",
+    "acceptance_length",
+    "tau_untruncated",
+    "tau_per_response",
+    "tokens_per_forward",
+    "tokens_per_second",
+    "mean_nodes",
+    "greedy_match",
+    "ties",
+    "mismatches",
+    "peak_bytes",
+    "ms_per_round",
+    "skipped",
+)
+
+
+def as_json(benchmark: Benchmark, **described: Any) -> dict[str, Any]:
+    """All results. `described` joins the environment: names of the models and of what was asked for."""
+    settings = benchmark.settings
+    device = benchmark.target.device
+    return {
+        "environment": {
+            "date": environment.now(),
+            "commit": environment.commit(),
+            **environment.software(),
+            "device": str(device),
+            "hardware": environment.hardware(device),
+            "dtype": str(benchmark.target.dtype).removeprefix("torch."),
+            "drafter_dtype": str(benchmark.drafter.dtype).removeprefix("torch."),
+            "drafter_family": benchmark.drafter.config.model_type.removeprefix("treespec_"),
+            "max_new_tokens": settings.max_new_tokens,
+            "repeats": settings.repeats,
+            "seed": settings.seed,
+            "generation": settings.generation,
+            **described,
+        },
+        "partial": benchmark.partial,
+        "datasets": [
+            {"dataset": section.name, **_section(section, benchmark.names, settings.seed)}
+            for section in benchmark.datasets
+        ],
+        "batches": [
+            {"batch": section.batch, **_section(section, benchmark.names, settings.seed)}
+            for section in benchmark.batches
+        ],
+    }
+
+
+def _section(section: Section, names: list[str], seed: int) -> dict[str, Any]:
+    samples = section.samples
+    return {
+        "prompts": len({sample.prompt for sample in samples}),
+        "requests": len(samples),
+        "tokens": sum(sample.arms["plain"].new_tokens for sample in samples),
+        "repeated_4grams": sum(sample.repeated_4grams for sample in samples) / len(samples) if samples else None,
+        "notes": list(section.notes),
+        "arms": [summarise_arm(section, name, seed) for name in names],
+    }
+
+
+def summarise_arm(section: Section, name: str, seed: int = 0) -> dict[str, Any]:
+    """What the JSON says of one arm in one section."""
+    row: dict[str, Any] = dict.fromkeys(ARM_KEYS)
+    row |= {"arm": name, "ms_per_round": {}}
+    samples = section.samples
+    if name in section.skipped:
+        return row | {"skipped": section.skipped[name]}
+    if not samples:
+        return row | {"skipped": "nothing was measured"}
+    if name != "oracle":
+        return row | _measured(samples, lambda sample: name, seed)
+    chosen = cross_fitted_budgets(samples)
+    if chosen is None:
+        return row | {"skipped": "needs tree-N arms and at least two prompts, to choose on one half of them"}
+    budgets = sorted({tree_nodes(arm) or 0 for arm in chosen.values()})
+    return row | _measured(samples, lambda sample: chosen[sample.prompt], seed) | {"oracle_budgets": budgets}
+
+
+def _measured(samples: list[Sample], arm_of: Callable[[Sample], str], seed: int) -> dict[str, Any]:
+    results = [sample.arms[arm_of(sample)] for sample in samples]
+    plain = [sample.arms["plain"] for sample in samples]
+    prompts = list(dict.fromkeys(sample.prompt for sample in samples))
+
+    def by_prompt(values: list[float]) -> list[float]:
+        sums = dict.fromkeys(prompts, 0.0)
+        for sample, value in zip(samples, values, strict=True):
+            sums[sample.prompt] += value
+        return list(sums.values())
+
+    decode, whole = (
+        paired_speedup(*(by_prompt([getattr(result, field) for result in arm]) for arm, field in columns), seed=seed)
+        for columns in (
+            (
+                (plain, "decode_seconds"),
+                (plain, "decode_tokens"),
+                (results, "decode_seconds"),
+                (results, "decode_tokens"),
+            ),
+            ((plain, "seconds"), (plain, "new_tokens"), (results, "seconds"), (results, "new_tokens")),
+        )
+    )
+    judged = [(sample, sample.differences[arm]) for sample in samples if (arm := arm_of(sample)) in sample.differences]
+    differences = [difference for _, found in judged for difference in found]
+    rows = sum(sample.rows for sample, _ in judged)
+    peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
+    return {
+        "speedup": decode.value,
+        "speedup_ci95": list(decode.interval) if decode.interval else None,
+        "end_to_end_speedup": whole.value,
+        "tokens_per_second": tokens_per_second(results),
+        "greedy_match": 1 - len(differences) / rows if judged else None,
+        "ties": sum(difference.verdict == "tie" for difference in differences) if judged else None,
+        "mismatches": sum(difference.verdict == "bug" for difference in differences) if judged else None,
+        "peak_bytes": max(peaks, default=None),
+        **_acceptance(samples, arm_of),
+    }
+
+
+def _acceptance(samples: list[Sample], arm_of: Callable[[Sample], str]) -> dict[str, Any]:
+    """What the calls' reports say; for transformers' own loops, what the number of their forwards says."""
+    results = [sample.arms[arm_of(sample)] for sample in samples]
+    reports = [report for result in results for report in result.reports]
+    if reports:
+        total = pool(reports)
+        forwards = sum(report.target_forwards * max(1, len(report.row_committed)) for report in reports)
+        figures = {"tokens_per_forward": total.tokens / forwards if forwards else None, "ms_per_round": total.stage_ms}
+        names = ("acceptance_length", "tau_untruncated", "tau_per_response", "mean_nodes")
+        return figures | {name: getattr(total, name) for name in names if total.pairs}
+    calls = [(sample.rows, call) for sample in samples for call in sample.arms[arm_of(sample)].calls]
+    forwards = sum(rows * call.deliveries for rows, call in calls)
+    tokens = sum(call.new_tokens for _, call in calls)
+    figures = {"tokens_per_forward": tokens / forwards if forwards else None}
+    if arm_of(samples[0]) == "stock-chain":
+        # Its first forward is the prefill and drafts nothing, every other one verifies a chain.
+        rounds = forwards - len(calls)
+        figures["acceptance_length"] = sum(call.decode_tokens for _, call in calls) / rounds if rounds else None
+    return figures
+
+
+def identical(report: Mapping[str, Any], arms: Mapping[str, Any]) -> bool:
+    """Whether every arm of this library gave plain decoding's tokens, rounding ties apart."""
+    ours = {name for name, arm in arms.items() if arm.drafter is not None and arm.exact}
+    return not any(
+        row["mismatches"]
+        for section in (*report["datasets"], *report["batches"])
+        for row in section["arms"]
+        if row["arm"] in ours
+    )
+
+
+def _format(value: float | None, pattern: str) -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+def section_table(title: str, section: Mapping[str, Any]) -> Table:
+    """A line an arm, the fastest in bold."""
+    table = Table(title=escape(title), title_justify="left", title_style="bold", caption_justify="left")
+    table.add_column("arm", no_wrap=True)
+    for column in ("speed-up", "95 % interval", "with prefill", "τ", "tok/forward", "tok/s", "nodes", "identical"):
+        table.add_column(column, justify="right", no_wrap=True)
+    measured = [row for row in section["arms"] if row["skipped"] is None]
+    on_gpu = any(row["peak_bytes"] for row in measured)
+    if on_gpu:
+        table.add_column("peak GB", justify="right")
+    fastest = max((row["speedup"] or 0.0 for row in measured), default=0.0)
+    for row in measured:
+        low, high = row["speedup_ci95"] or (None, None)
+        match = _format(row["greedy_match"], "{:.0%}") + (f", {row['ties']} ties" if row["ties"] else "")
+        cells = [
+            _format(row["speedup"], "{:.2f}×"),
+            "–" if low is None else f"{low:.2f}–{high:.2f}",
+            _format(row["end_to_end_speedup"], "{:.2f}×"),
+            _format(row["acceptance_length"], "{:.2f}"),
+            _format(row["tokens_per_forward"], "{:.2f}"),
+            _format(row["tokens_per_second"], "{:.0f}"),
+            _format(row["mean_nodes"], "{:.1f}"),
+            f"[bold red]{match}, {row['mismatches']} differ[/]" if row["mismatches"] else match,
+        ]
+        if on_gpu:
+            cells.append(_format(row["peak_bytes"] and row["peak_bytes"] / 1e9, "{:.1f}"))
+        table.add_row(row["arm"], *cells, style="bold" if row["speedup"] == fastest else None)
+    notes = [f"{row['arm']} skipped: {row['skipped']}" for row in section["arms"] if row["skipped"] is not None]
+    notes += section["notes"]
+    notes += [
+        f"{row['arm']} chose N = {' and '.join(map(str, row['oracle_budgets']))}"
+        for row in measured
+        if "oracle_budgets" in row
+    ]
+    if (section["repeated_4grams"] or 0.0) > REPETITION_LIMIT:
+        notes.append(f"{section['repeated_4grams']:.0%} of the text's 4-grams repeat: looping text is easy to draft")
+    table.caption = escape("\n".join(notes)) or None
+    return table
+
+
+_ENVIRONMENT_COLUMNS = (
+    "date",
+    "hf_treespec",
+    "commit",
+    "hardware",
+    "threads",
+    "dtype",
+    "torch",
+    "transformers",
+    "target",
+    "drafter",
+    "max_new_tokens",
+    "temperature",
+    "repeats",
+    "seed",
+)
+CSV_COLUMNS = (
+    *_ENVIRONMENT_COLUMNS,
+    "partial",
+    "dataset",
+    "batch",
+    "prompts",
+    "tokens",
+    "arm",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    *(key for key in ARM_KEYS if key not in ("arm", "speedup", "speedup_ci95", "ms_per_round")),
+)
+
+
+def check_csv(path: Path) -> None:
+    """Checks that rows can be appended to a file.
+
+    Raises:
+        ValueError: It has other columns.
+    """
+    if path.is_file() and path.stat().st_size:
+        with path.open(encoding="utf-8", newline="") as file:
+            if tuple(next(csv.reader(file))) != CSV_COLUMNS:
+                raise ValueError(f"{path} has other columns than this version writes; give a new file.")
+
+
+def append_csv(report: Mapping[str, Any], path: Path) -> None:
+    """Appends a row for each arm of each section to a file, which is begun with a header."""
+    check_csv(path)
+    known = {name: report["environment"].get(name) for name in _ENVIRONMENT_COLUMNS} | {"partial": report["partial"]}
+    begun = path.is_file() and path.stat().st_size > 0
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
+        if not begun:
+            writer.writeheader()
+        for section in (*report["datasets"], *report["batches"]):
+            place = {"batch": 1, **{name: section[name] for name in section if name != "arms"}}
+            for row in section["arms"]:
+                low, high = row["speedup_ci95"] or (None, None)
+                writer.writerow({**known, **place, **row, "speedup_low": low, "speedup_high": high})
