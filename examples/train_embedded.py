@@ -91,7 +91,7 @@ def sample_texts(work: Path, sequences: int) -> None:
 
 
 def train_drafter(work: Path, steps: int) -> None:
-    """Trains the drafter on the target's own text with a fifth of real text, and saves it in half precision."""
+    """Trains the drafter on the target's own text and as much real text, and saves it in half precision."""
     torch.manual_seed(SEED)
     target = load_target(work)
     mask_token_id = AutoTokenizer.from_pretrained(work / "target").mask_token_id
@@ -102,12 +102,12 @@ def train_drafter(work: Path, steps: int) -> None:
         mask_token_id=mask_token_id,
         target_layer_ids=[1, 4, 7, 10],
     )
-    drafter = initialise_from_target(DFlashDrafter(config), target)
+    drafter = initialise_from_target(DFlashDrafter(config), target, layers=[0, target.config.num_hidden_layers - 1])
     written = load_continuations(work / "continuations_train")
     length = written.shape[1]
     stream = np.load(work / "train.npy")
     windows = stream[: len(stream) // length * length].reshape(-1, length)
-    picked = np.random.default_rng(SEED).permutation(len(windows))[: len(written) // 4]
+    picked = np.random.default_rng(SEED).permutation(len(windows))[: len(written)]
     held_out = load_continuations(work / "continuations_held_out")
     metrics = train_dflash(
         drafter,
@@ -119,7 +119,7 @@ def train_drafter(work: Path, steps: int) -> None:
         temperature=TEMPERATURE,
         tree_nodes=(8, 16, 32),
         optimizer="muon",
-        learning_rate=4e-3,
+        learning_rate=6e-3,
         max_steps=steps,
         seed=SEED,
     )
@@ -133,8 +133,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for everything the run writes")
     parser.add_argument("--stage", choices=STAGES, help="one stage instead of all")
     parser.add_argument("--target-steps", type=int, default=1000)
-    parser.add_argument("--continuations", type=int, default=1152, help="sequences the target writes for the drafter")
-    parser.add_argument("--drafter-steps", type=int, default=700)
+    parser.add_argument("--continuations", type=int, default=2176, help="sequences the target writes for the drafter")
+    parser.add_argument("--drafter-steps", type=int, default=3000)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     if arguments.stage in (None, "corpus"):

@@ -26,11 +26,39 @@ from .teacher import teacher_forward
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 
 
-def initialise_from_target(drafter: DFlashDrafter, target: PreTrainedModel) -> DFlashDrafter:
-    """Copies the target's final norm, which scales the hidden states for the borrowed head. Returns the drafter."""
-    weight = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
+def initialise_from_target(
+    drafter: DFlashDrafter, target: PreTrainedModel, layers: Sequence[int] | None = None
+) -> DFlashDrafter:
+    """Starts a drafter from its target's weights, where shapes agree. Returns the drafter.
+
+    The target's final norm is copied, since it scales the hidden states for the borrowed head. With `layers`, so are
+    whole decoder layers, and the fusion starts as the last feature alone, under the norm that the last of those layers
+    puts before its attention: its keys and values of the context start near the target's own.
+
+    Args:
+        layers: The target's layer that each draft layer starts as; None = fresh layers.
+
+    Raises:
+        ValueError: `layers` does not name one target layer for each draft layer, or their shapes differ.
+    """
+    decoder = target.get_decoder()
+    weight = getattr(getattr(decoder, "norm", None), "weight", None)
     if isinstance(weight, torch.Tensor) and weight.shape == drafter.norm.weight.shape:
         drafter.norm.weight.data.copy_(weight.data)
+    if layers is None:
+        return drafter
+    if len(layers) != len(drafter.layers):
+        raise ValueError(f"`layers` names {len(layers)} target layers, the drafter has {len(drafter.layers)}.")
+    for layer, index in zip(drafter.layers, layers, strict=True):
+        try:
+            layer.load_state_dict(decoder.layers[index].state_dict())
+        except RuntimeError as error:
+            raise ValueError(f"target layer {index} has not the shape of a draft layer: {error}") from None
+    width = drafter.config.target_hidden_size
+    with torch.no_grad():
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -width:] = torch.eye(drafter.config.hidden_size, width)
+        drafter.hidden_norm.weight.copy_(decoder.layers[layers[-1]].input_layernorm.weight)
     return drafter
 
 
