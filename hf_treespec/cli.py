@@ -1,4 +1,4 @@
-"""The command line: `hf-treespec demo`, `generate`, `verify`, `bench`, `train`."""
+"""The command line: `hf-treespec demo`, `generate`, `verify`, `bench`, `calibrate`, `train`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ app.add_typer(train_app, name="train")
 class Shape(StrEnum):
     """What is verified in a round."""
 
+    auto = "auto"
     tree = "tree"
     chain = "chain"
 
@@ -50,9 +51,24 @@ class Precision(StrEnum):
 
 TargetArgument = Annotated[str, typer.Argument(help="Target model: Hub id, path, or `embedded`.")]
 DrafterArgument = Annotated[str, typer.Argument(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")]
+
+
+def _budget(value: str | int) -> str | int:
+    """A number of rows or the name of a policy; what it may be is `TreeSpecConfig`'s to say."""
+    try:
+        return int(value)
+    except ValueError:
+        return value
+
+
 BudgetOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Rows verified in a round, the root included; the drafter's default if not set."),
+    Any,
+    typer.Option(
+        parser=_budget,
+        metavar="N|POLICY",
+        help="Rows verified in a round, the root included, or `auto`, `static`, `ema`, `bastion`; the drafter's "
+        "default if not set.",
+    ),
 ]
 ShapeOption = Annotated[Shape | None, typer.Option(help="Verify a draft tree or a single chain.")]
 DepthOption = Annotated[int | None, typer.Option(min=1, help="Most depths to draft; all the drafter has if not set.")]
@@ -388,6 +404,42 @@ def bench(
     except (ImportError, OSError, ValueError) as error:
         raise _fail(error) from None
     raise typer.Exit(0 if identical else 1)
+
+
+@app.command()
+def calibrate(
+    target: Annotated[str, typer.Option(help="Target model: Hub id, path, or `embedded`.")] = "embedded",
+    drafter: Annotated[str, typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")] = (
+        "embedded"
+    ),
+    contexts: Annotated[str, typer.Option(help="Cached columns to check predictions at, by comma.")] = "64,512",
+    rounds: Annotated[int, typer.Option(min=1, help="Forwards to measure of each number of rows.")] = 8,
+    again: Annotated[bool, typer.Option("--again", help="Forget the stored profile first.")] = False,
+    dtype: Annotated[Precision, typer.Option(help="Format of the weights; the checkpoint's own by default.")] = (
+        Precision.auto
+    ),
+    device: DeviceOption = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG for the curve over the points (extra `plots`).")] = None,
+) -> None:
+    """Measure ahead what verification costs on this machine, store it, and check the predictions.
+
+    `generate` does the same by itself on first use; this only shows it.
+    """
+    from rich.console import Console
+
+    from .evaluation.calibration import run_calibration
+
+    try:
+        columns = [int(size) for size in _split([contexts])]
+    except ValueError:
+        columns = []
+    if not columns or min(columns) < 1:
+        raise typer.BadParameter("expected numbers from 1 on, such as `64,512`", param_hint="--contexts")
+    model, assistant, _ = _load(target, drafter, dtype, device)
+    try:
+        run_calibration(Console(), model, assistant, contexts=columns, rounds=rounds, again=again, plot=plot)
+    except (ImportError, OSError, ValueError) as error:
+        raise _fail(error) from None
 
 
 def _split(values: list[str] | None) -> list[str]:

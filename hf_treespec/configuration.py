@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+POLICIES = ("auto", "static", "ema", "bastion")
+SHAPES = ("auto", "tree", "chain")
+
 
 @dataclass(frozen=True)
 class TreeSpecConfig:
@@ -14,8 +17,12 @@ class TreeSpecConfig:
     `treespec_config`. Nothing here changes which tokens come out, only how fast they do.
 
     Attributes:
-        budget: Rows verified in a round, the root included; at least 1 (1 is plain decoding).
-        shape: `"tree"` verifies the best-first tree, `"chain"` only the drafter's single best continuation.
+        budget: Rows verified in a round, the root included. `"auto"` takes what pays most on this machine, measured
+            while decoding; a number of at least 1 is taken always (1 is plain decoding). `"static"`, `"ema"` and
+            `"bastion"` are policies to compare with (see `hf_treespec.budget`).
+        max_budget: Most rows that the policies may choose; None = 64 on a CPU and 128 elsewhere.
+        shape: `"tree"` verifies the best-first tree, `"chain"` only the drafter's single best continuation. `"auto"`
+            is the tree, of which a chain is what remains where branches do not pay.
         depth: Most depths to draft; None = all the drafter has. `num_assistant_tokens` of a generation config means
             the same.
         drafter_temperature: Temperature of the drafter's own distributions; above 0. It moves acceptance only.
@@ -24,20 +31,25 @@ class TreeSpecConfig:
             decode it the `"plain"` way with one warning.
     """
 
-    budget: int = 16
-    shape: Literal["tree", "chain"] = "tree"
+    budget: int | Literal["auto", "static", "ema", "bastion"] = "auto"
+    max_budget: int | None = None
+    shape: Literal["auto", "tree", "chain"] = "auto"
     depth: int | None = None
     drafter_temperature: float = 1.0
     draft_window: int | None = None
     on_unsupported: Literal["raise", "plain"] = "raise"
 
     def __post_init__(self) -> None:
-        if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
+        number = isinstance(self.budget, int) and not isinstance(self.budget, bool) and self.budget >= 1
+        if not number and self.budget not in POLICIES:
             raise ValueError(
-                f"`budget` counts verified rows with the root and must be an integer >= 1, got {self.budget!r}."
+                "`budget` must be 'auto', another policy ('static', 'ema', 'bastion') or an integer >= 1, the rows "
+                f"verified with the root; got {self.budget!r}."
             )
-        if self.shape not in ("tree", "chain"):
-            raise ValueError(f"`shape` must be 'tree' or 'chain', got {self.shape!r}.")
+        if self.max_budget is not None and self.max_budget < 1:
+            raise ValueError(f"`max_budget` must be None or at least 1, got {self.max_budget!r}.")
+        if self.shape not in SHAPES:
+            raise ValueError(f"`shape` must be 'auto', 'tree' or 'chain', got {self.shape!r}.")
         if self.depth is not None and self.depth < 1:
             raise ValueError(f"`depth` must be None or at least 1, got {self.depth!r}.")
         if not self.drafter_temperature > 0:

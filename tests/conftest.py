@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Profiles of tiny models are nobody's: not in the user's cache.
+os.environ["HF_TREESPEC_PROFILES"] = tempfile.mkdtemp(prefix="treespec-profiles-")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest

@@ -1,28 +1,467 @@
-"""Decides, round by round, whether to draft and how much of the expanded tree to verify."""
+"""The budget that commits the most tokens a millisecond: one rule, learned from the rounds themselves.
+
+λ is the running rate, tokens per ms. A round takes the prefix with the largest Â(N) − λ·T(N): of all policies, those
+that take it at the rate they reach have the best rate (Dinkelbach), and λ converges to it. Drafting has to beat a
+plain step in the same currency.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from .acceptance import CalibratedAcceptance
+from .calibration import Calibration
+from .latency import LatencyModel, LatencyPoint
+from .policy import BudgetPolicy, RoundRecord
+from .roofline import Workload
 
-class FixedBudget:
-    """Always drafts and always verifies the same number of rows.
+logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[np.float64]
+
+#: Share that a running mean moves by once it has settled.
+_GAIN = 1 / 32
+#: What one round is forgotten by in the running rate: a memory of some fifty rounds.
+_RATE_KEPT = 0.98
+#: Rounds that the expectation after calibration weighs in the running rate.
+_RATE_PRIOR = 6.0
+#: Drafted rounds before drafting may be given up, and the standard errors it has to be on the wrong side by.
+_EVIDENCE, _DOUBT = 8, 0.5
+#: Plain rounds before the first and before the last probe.
+_FIRST_WAIT, _LAST_WAIT = 8, 128
+#: Nodes a probe verifies, and how much it tells against what is known from before.
+_PROBE_NODES, _PROBE_GAIN = 8, 0.3
+#: Gains over losses, in probes one after the other, for drafting to be taken up whatever was expected.
+_WINS = 3
+#: How many times what was expected a round may count in the running rate, which has to fit latencies without spikes.
+_RATE_CLIP = 1.5
+#: How many times the mean a duration may count in it.
+_CLIP = 3.0
+#: Least that trees are expanded to.
+_LEAST_EXPANDED = 16
+
+
+def best_prefix(surrogate: Array, verify_ms: Array, rate: float) -> int:
+    """The N that maximises Â(N) − λ·T(N), the least of equals; the larger λ, the smaller N.
 
     Args:
-        budget: Rows verified in a round, the root included.
+        surrogate: Â at N = 1, 2, …: expected tokens.
+        verify_ms: T at the same N.
+        rate: λ, tokens per ms.
+    """
+    return int(np.argmax(surrogate - rate * verify_ms)) + 1
+
+
+def best_rate(surrogate: Array, verify_ms: Array, fixed_ms: float) -> float:
+    """The largest tokens per ms of any N, where a round takes `fixed_ms` beside the verification."""
+    return float(np.max(surrogate / (verify_ms + fixed_ms)))
+
+
+class BudgetController(BudgetPolicy):
+    """Learns the machine and the drafter, and verifies what pays.
+
+    Args:
+        latency: The target's latency; measured by the first rounds where it is not fitted. None measures without a
+            roofline (the moving-average policy); a model with `online=False` stays as it is (the static policy).
+        largest: Most rows a round may verify.
+        acceptance: What is known of the drafter.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(
+        self,
+        latency: LatencyModel | None = None,
+        largest: int = 64,
+        acceptance: CalibratedAcceptance | None = None,
+    ) -> None:
+        self.limit = largest
+        self.latency = latency if latency is not None else LatencyModel()
+        self.acceptance = acceptance if acceptance is not None else CalibratedAcceptance()
+        self._calibration = None if self.latency.fitted else Calibration(largest)
+        self._paces: dict[int, _Pace] = {}
+        self._batch, self._context = 1, 0
+        self._recent: deque[int] = deque(maxlen=32)
+        self._seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # the trees of the calibration
+        # Of the round being decided: Â(N) − λ·T(N) of a row at the best N, and what the round should take.
+        self._value: float | None = None
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether the target is still being measured."""
+        return self._calibration is not None
+
+    @property
+    def rate(self) -> float:
+        """λ of a live row, tokens per ms."""
+        return self._pace().rate
+
+    def begin(self, context: int, batch: int) -> None:
+        self._context, self._batch = context, batch
+        self._value = None
 
     def should_draft(self) -> bool:
-        """Whether the round is worth a draft, asked before the draft is paid."""
-        return self.budget > 1
+        if self.limit < 2:
+            self.reason = "fixed"
+            return False
+        if self._calibration is not None:
+            self.reason = "calibrating"
+            return self._calibration.size != 1
+        pace = self._pace()
+        if not pace.paused:
+            self.reason = "best"
+            return True
+        if pace.left > 0:
+            self.reason = pace.verdict
+            return False
+        self.reason = "probe"
+        return True
 
     def largest(self) -> int:
-        """Most rows a round may verify: how far trees have to be expanded."""
-        return self.budget
+        """Most rows this round may verify: twice what paid lately, so that no tree is expanded for nothing."""
+        if self._calibration is not None or not self._recent or self._pace().paused:
+            return self.limit
+        return min(self.limit, max(_LEAST_EXPANDED, 2 * max(self._recent)))
 
-    def choose(self, scores: torch.Tensor) -> int:
-        """Rows to verify, given the path scores ρ of the nodes in expansion order, `[B, N]`."""
-        return min(self.budget, scores.shape[1])
+    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+        scores = scores.detach().cpu()
+        depths = None if depths is None else depths.detach().cpu()
+        nodes = min(scores.shape[1], self.limit)
+        if self._calibration is not None:
+            self._seen.append((scores, depths))
+            return min(self._calibration.size or 1, nodes)
+        pace = self._pace()
+        surrogate = self._surrogate(scores, depths)[:nodes]
+        verify_ms = self.latency.curve(nodes, self._context, self._batch)
+        rate = pace.rate_over(float(verify_ms[0]) + pace.plain_other)
+        chosen = best_prefix(surrogate, verify_ms, rate)
+        self._value = float(surrogate[chosen - 1] - rate * verify_ms[chosen - 1])
+        if pace.paused:
+            # Not what seems best but enough to learn from: what is known of a drafter at rest may be old or bad luck.
+            return min(_PROBE_NODES, nodes)
+        self._recent.append(chosen)
+        return chosen
+
+    def record(self, record: RoundRecord) -> None:
+        value, self._value = self._value, None
+        self._batch = record.batch
+        pace = self._pace()
+        live = max(record.live, 1)
+        tokens = record.tokens / live
+        pace.time(record)
+        if record.drafted:
+            self.acceptance.record(record.promised, record.accepted)
+        if self._calibration is not None:
+            self._calibrate(record)
+        else:
+            plain = float(self.latency.curve(1, record.context, record.batch)[0]) + pace.plain_other
+            expected = pace.fixed_ms + self.latency.predict(record.nodes, record.context, record.batch, record.split)
+            if not record.drafted:
+                expected = plain
+            pace.count(tokens, min(record.total_ms, _RATE_CLIP * expected))
+            self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.split)
+            if not record.drafted:
+                pace.left = max(pace.left - 1, 0)
+            elif value is not None:
+                rate = pace.rate_over(plain)
+                threshold = 1 - rate * plain
+                advantage = value - rate * pace.fixed_ms - threshold
+                realised = tokens - rate * record.total_ms - threshold
+                pace.judge(advantage, realised, self.acceptance.unsettled)
+                if pace.paused:
+                    pace.verdict = self._verdict(plain)
+        self._context = record.context + round(tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later process starts from, as JSON holds it: measured latencies, acceptance, times and rates."""
+        return {
+            "latency": self.latency.to_dict(),
+            "acceptance": self.acceptance.to_dict(),
+            "paces": {str(batch): pace.to_dict() for batch, pace in self._paces.items()},
+            "points": [] if self._calibration is None else [vars(point) for point in self._calibration.points],
+        }
+
+    def profile(self) -> dict[str, Any]:
+        """What of `state_dict` the machine and the models' shapes decide: nothing of the drafter's weights."""
+        return {
+            "latency": self.latency.to_dict(),
+            "paces": {str(batch): pace.durations() for batch, pace in self._paces.items()},
+        }
+
+    @property
+    def verdict(self) -> str:
+        pace = self._pace()
+        return pace.verdict if pace.paused else ""
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = {"policy": "auto", "tokens_per_ms": self.rate, "calibrating": self.calibrating}
+        if self.latency.fitted:
+            curve = self.latency.curve(self.limit, self._context, self._batch)
+            pace = self._pace()
+            summary |= {
+                "verify_ms": {str(nodes): float(curve[nodes - 1]) for nodes in _powers(self.limit)},
+                "draft_ms": pace.draft_ms,
+                "other_ms": pace.other.value,
+            }
+        bins = self.acceptance.reliability()
+        summary["reliability"] = [[item.promised, item.accepted, item.count] for item in bins]
+        correlation = self.acceptance.correlation()
+        summary["correlation"] = None if math.isnan(correlation) else correlation
+        return summary
+
+    @classmethod
+    def from_profile(
+        cls, profile: dict[str, Any] | None, workload: Workload | None = None, largest: int = 64, **options: Any
+    ) -> BudgetController:
+        """A controller that starts from a stored `state_dict` or `profile`, or by calibrating where it makes no sense.
+
+        Args:
+            profile: What `state_dict` or `profile` returned; None for none.
+            workload: FLOPs and bytes of the target's forward.
+            largest: Most rows a round may verify.
+            **options: Of `LatencyModel`.
+        """
+        fresh = cls(LatencyModel(workload, **options), largest)
+        if profile is None:
+            return fresh
+        try:
+            online = bool(options.get("online", True))
+            stored = cls(LatencyModel.from_dict(profile["latency"], workload, online=online), largest)
+            if "acceptance" in profile:
+                stored.acceptance.load_dict(profile["acceptance"])
+            stored._paces = {int(batch): _Pace.from_dict(item) for batch, item in profile["paces"].items()}
+            if stored._calibration is not None:
+                for point in profile.get("points", ()):
+                    stored._calibration.resume(LatencyPoint(**point))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            logger.warning(f"A stored profile makes no sense ({error!r}); the target is measured again.")
+            return fresh
+        return stored
+
+    def _pace(self) -> _Pace:
+        """The pace of this batch size; a new one takes over the times of the nearest."""
+        pace = self._paces.get(self._batch)
+        if pace is None:
+            pace = self._paces[self._batch] = _Pace()
+            known = [batch for batch, other in self._paces.items() if other is not pace and other.measured]
+            if known:
+                pace.take_over(self._paces[min(known, key=lambda batch: abs(batch - self._batch))])
+        if not pace.ms and self.latency.fitted:
+            self._expect(pace)
+        return pace
+
+    def _expect(self, pace: _Pace) -> None:
+        """The rate to start from: plain decoding's, or better by what the calibration's trees promise."""
+        plain = float(self.latency.curve(1, self._context, self._batch)[0]) + pace.plain_other
+        rate = 1 / plain
+        surrogate = self._mean_surrogate()
+        if len(surrogate):
+            verify_ms = self.latency.curve(len(surrogate), self._context, self._batch)
+            rate = max(rate, best_rate(surrogate, verify_ms, pace.fixed_ms))
+        pace.tokens, pace.ms = _RATE_PRIOR, _RATE_PRIOR / rate
+        for seen in self._seen:
+            surrogate = self._surrogate(*seen)
+            value = float(np.max(surrogate - rate * self.latency.curve(len(surrogate), self._context, self._batch)))
+            pace.advantage.add(value - rate * pace.fixed_ms - (1 - rate * plain))
+
+    def _calibrate(self, record: RoundRecord) -> None:
+        calibration = self._calibration
+        assert calibration is not None
+        calibration.record(
+            LatencyPoint(record.nodes, record.context, record.batch, record.verify_ms, record.split),
+            self._mean_surrogate(),
+        )
+        if calibration.size is None:
+            self._calibration = None
+            self.latency.fit(calibration.points)
+            self._paces[record.batch].settle()
+            self._expect(self._paces[record.batch])
+            self._seen.clear()
+
+    def _surrogate(self, scores: torch.Tensor, depths: torch.Tensor | None) -> Array:
+        """Surrogate Â of a live row at N = 1, 2 and so on."""
+        if depths is not None:
+            scores = self.acceptance.correct(scores, depths)
+        return np.asarray(scores.numpy().mean(0, dtype=np.float64).cumsum())
+
+    def _mean_surrogate(self) -> Array:
+        """Â over the trees of the calibration, as far as all of them go."""
+        if not self._seen:
+            return np.zeros(0)
+        curves = [self._surrogate(*seen) for seen in self._seen]
+        nodes = min(len(curve) for curve in curves)
+        return np.mean([curve[:nodes] for curve in curves], axis=0)
+
+    def _verdict(self, plain: float) -> str:
+        pace = self._pace()
+        return (
+            f"does not pay: {pace.drafted_tokens:.2f} tokens a drafted round, {pace.draft_ms:.1f} ms of drafting and "
+            f"{pace.verify_ms:.1f} ms of verifying, against {plain:.1f} ms of a plain step"
+        )
+
+
+@dataclass
+class _Mean:
+    """A running mean: of all values at first, of the recent ones later."""
+
+    value: float = 0.0
+    count: int = 0
+    square: float = 0.0  # running variance of the values
+    share: float = 0.0  # of that variance, what the mean has: Σ of its squared weights
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean."""
+        return math.sqrt(self.square * self.share)
+
+    def add(self, value: float, gain: float = 0.0) -> None:
+        if self.count == 1 and self.value > _CLIP * value > 0:
+            self.value = value  # the first one warmed up
+        self.count += 1
+        gain = max(1 / self.count, _GAIN, gain)
+        self.square = (1 - gain) * (self.square + gain * (value - self.value) ** 2)
+        self.share = (1 - gain) ** 2 * self.share + gain**2
+        self.value += gain * (value - self.value)
+
+    def add_time(self, ms: float) -> None:
+        """Adds a duration; one far above the mean counts as far as the mean allows."""
+        self.add(min(ms, _CLIP * self.value) if self.count > 1 and self.value > 0 else ms)
+
+
+@dataclass
+class _Pace:
+    """What rounds of one batch size take and yield, of a live row, and whether drafting pays."""
+
+    tokens: float = 0.0
+    ms: float = 0.0
+    draft: _Mean = field(default_factory=_Mean)
+    verify: _Mean = field(default_factory=_Mean)
+    other: _Mean = field(default_factory=_Mean)
+    other_plain: _Mean = field(default_factory=_Mean)
+    yielded: _Mean = field(default_factory=_Mean)
+    advantage: _Mean = field(default_factory=_Mean)
+    paused: bool = False
+    wait: int = _FIRST_WAIT
+    left: int = 0
+    wins: int = 0
+    verdict: str = "does not pay"
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.ms if self.ms > 0 else 0.0
+
+    def rate_over(self, plain_ms: float) -> float:
+        """The rate to decide by: plain decoding's at least, which can always be had."""
+        return max(self.rate, 1 / plain_ms)
+
+    @property
+    def measured(self) -> bool:
+        return self.draft.count > 0
+
+    @property
+    def fixed_ms(self) -> float:
+        """Milliseconds of a drafted round beside the verification."""
+        return self.draft.value + self.other.value
+
+    @property
+    def plain_other(self) -> float:
+        """Milliseconds of a plain round beside the forward."""
+        return (self.other_plain if self.other_plain.count else self.other).value
+
+    @property
+    def draft_ms(self) -> float:
+        return self.draft.value
+
+    @property
+    def verify_ms(self) -> float:
+        return self.verify.value
+
+    @property
+    def drafted_tokens(self) -> float:
+        return self.yielded.value
+
+    def time(self, record: RoundRecord) -> None:
+        """Takes the round's durations."""
+        if record.drafted:
+            self.draft.add_time(record.draft_ms)
+            self.verify.add_time(record.verify_ms)
+            self.other.add_time(record.other_ms)
+            self.yielded.add(record.tokens / max(record.live, 1))
+        else:
+            self.other_plain.add_time(record.other_ms)
+
+    def count(self, tokens: float, ms: float) -> None:
+        """Takes a round into the running rate."""
+        self.tokens = _RATE_KEPT * self.tokens + tokens
+        self.ms = _RATE_KEPT * self.ms + ms
+
+    def judge(self, advantage: float, realised: float, unsettled: bool) -> None:
+        """Decides whether to go on drafting.
+
+        Args:
+            advantage: Tokens by which the round should beat a plain one at the running rate.
+            realised: By which it did.
+            unsettled: Whether the drafter has just turned out to be different: what was expected before is worth less.
+        """
+        self.advantage.add(advantage, _PROBE_GAIN if self.paused or unsettled else 0.0)
+        hopeless = self.advantage.value < -_DOUBT * self.advantage.error
+        if not self.paused:
+            if self.advantage.count >= _EVIDENCE and hopeless:
+                self.paused, self.left, self.wins = True, self.wait, 0
+            return
+        # A probe that gains is followed by another at once, until gains or losses prevail.
+        first = self.wins == 0
+        self.wins += 1 if realised > 0 else -1
+        if not hopeless or self.wins >= _WINS:
+            self.paused, self.wait, self.wins = False, _FIRST_WAIT, 0
+            self.advantage.count = 0 if hopeless else min(self.advantage.count, _EVIDENCE // 2)
+        elif self.wins <= 0:
+            self.wait = min(2 * self.wait, _LAST_WAIT) if first else _FIRST_WAIT
+            self.left, self.wins = self.wait, 0
+
+    def settle(self) -> None:
+        """Ends the calibration."""
+        self.tokens = self.ms = 0.0
+
+    def take_over(self, other: _Pace) -> None:
+        """Starts from another batch size's durations, to be outvoted soon."""
+        for name in ("draft", "verify", "other", "other_plain", "yielded"):
+            known: _Mean = getattr(other, name)
+            setattr(self, name, _Mean(known.value, min(known.count, 1)))
+
+    def durations(self) -> dict[str, Any]:
+        """What rounds take, without what they yield."""
+        return {name: list(vars(getattr(self, name)).values()) for name in _DURATIONS}
+
+    def to_dict(self) -> dict[str, Any]:
+        means = {name: list(vars(mean).values()) for name, mean in vars(self).items() if isinstance(mean, _Mean)}
+        return {"tokens": self.tokens, "ms": self.ms, "paused": self.paused, "verdict": self.verdict, **means}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> _Pace:
+        """The pace that `to_dict` or `durations` described."""
+        pace = cls()
+        if "paused" in data:
+            pace.tokens, pace.ms = float(data["tokens"]), float(data["ms"])
+            pace.paused, pace.verdict = bool(data["paused"]), str(data["verdict"])
+        for name, mean in vars(cls()).items():
+            if isinstance(mean, _Mean) and (name in data or "paused" in data):
+                value, count, square, share = data[name]
+                setattr(pace, name, _Mean(float(value), int(count), float(square), float(share)))
+        pace.left = pace.wait if pace.paused else 0
+        return pace
+
+
+#: Running means of a pace that are durations.
+_DURATIONS = ("draft", "other", "other_plain")
+
+
+def _powers(largest: int) -> list[int]:
+    """The powers of 2 up to `largest`, and `largest`."""
+    return sorted({*(1 << exponent for exponent in range(largest.bit_length()) if 1 << exponent <= largest), largest})

@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..configuration import TreeSpecConfig
 from ..drafters.base import BlockDrafter, DraftSession, DraftState
 from ..trees import DraftLattice, DraftTree, expand
-from .report import StageClock
+from .clock import StageClock
 
 
 class TreeCandidateGenerator(CandidateGenerator):
@@ -90,7 +90,8 @@ class TreeCandidateGenerator(CandidateGenerator):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Extends `input_ids` `[1, L]` by the drafter's best chain; the protocol of transformers' assisted loop."""
-        depth = min(self.depth, self.config.budget - 1)
+        budget = self.config.budget
+        depth = min(self.depth, budget - 1) if isinstance(budget, int) else self.depth
         if is_first_iteration or depth < 1 or model_outputs is None:
             return input_ids, None
         hidden = model_outputs.hidden_states

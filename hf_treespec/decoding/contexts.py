@@ -35,7 +35,7 @@ def remember(cache: Cache, session: DraftSession, drafter: BlockDrafter, columns
         columns: Cached columns of each row.
     """
     unseen = [total - seen for total, seen in zip(columns, session.lengths, strict=True)]
-    _CONTEXTS[cache] = _Context(session, weakref.ref(_weights(drafter)), unseen, torch.is_inference_mode_enabled())
+    _CONTEXTS[cache] = _Context(session, weakref.ref(drafter.weights), unseen, torch.is_inference_mode_enabled())
 
 
 def recall(cache: Cache, drafter: BlockDrafter, batch_size: int) -> DraftSession | None:
@@ -44,7 +44,7 @@ def recall(cache: Cache, drafter: BlockDrafter, batch_size: int) -> DraftSession
     if columns == 0:
         return None
     context = _CONTEXTS.pop(cache, None)
-    if context is None or context.weights() is not _weights(drafter) or len(context.unseen) != batch_size:
+    if context is None or context.weights() is not drafter.weights or len(context.unseen) != batch_size:
         logger.info("The draft context starts at the new tokens: nothing is known of what the cache already holds.")
         return None
     if context.inference and not torch.is_inference_mode_enabled():
@@ -56,8 +56,3 @@ def recall(cache: Cache, drafter: BlockDrafter, batch_size: int) -> DraftSession
         return None
     context.session.rollback(wanted)
     return context.session
-
-
-def _weights(drafter: BlockDrafter) -> torch.nn.Module:
-    """What views of one drafter (`with_options`) have in common."""
-    return next(drafter.children())

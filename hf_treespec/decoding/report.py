@@ -2,51 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-STAGES = ("propose", "expand", "verify", "walk", "commit")
-
-
-class StageClock:
-    """Times the stages of the rounds: wall clock on CPU, events on CUDA, which are read once at the end.
-
-    Args:
-        device: Device the stages run on.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Adds the time of a block of code to a stage."""
-        if self._cuda:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            yield
-            end.record()
-            self._events.append((name, start, end))
-        else:
-            begin = time.perf_counter()
-            yield
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds spent in each stage so far. Waits for the device where there is one."""
-        if self._events:
-            self._events[-1][2].synchronize()
-            for name, start, end in self._events:
-                self._seconds[name] = self._seconds.get(name, 0.0) + start.elapsed_time(end) / 1e3
-            self._events = []
-        return dict(self._seconds)
+from .clock import STAGES
 
 
 @dataclass
@@ -70,6 +29,10 @@ class GenerationReport:
         prefill_seconds: Time up to the first token.
         decode_seconds: Time after it.
         stage_seconds: Time by stage of the rounds.
+        nodes_history: Rows verified for each batch row, N, in each round.
+        verify_ms_history: Milliseconds of each round's target forward.
+        reasons: Rounds by the reason for their N.
+        budget: What the budget policy knew at the end: `summary()` of the policy.
         reason: Why decoding was plain, where it was.
     """
 
@@ -89,17 +52,32 @@ class GenerationReport:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    nodes_history: list[int] = field(default_factory=list)
+    verify_ms_history: list[float] = field(default_factory=list)
+    reasons: dict[str, int] = field(default_factory=dict)
+    budget: dict[str, Any] = field(default_factory=dict)
     reason: str | None = None
 
-    def record(self, paths: list[list[int]], nodes: int, live: list[int], cut: list[bool]) -> None:
-        """Counts one drafted round.
+    def record(
+        self, paths: list[list[int]], nodes: int, live: list[int], cut: list[bool], drafted: bool, why: str
+    ) -> None:
+        """Counts one round.
 
         Args:
             paths: Nodes each row's walk visited.
             nodes: Rows verified for each batch row.
             live: Rows that were generating.
             cut: Whether a stopping rule ended each of those rows' walks.
+            drafted: Whether there was a draft.
+            why: Why the round had that many rows, in the policy's words.
         """
+        self.rounds += 1
+        self.target_forwards += 1
+        self.nodes_history.append(nodes)
+        self.reasons[why] = self.reasons.get(why, 0) + 1
+        if not drafted:
+            self.plain_rounds += 1
+            return
         for row, was_cut in zip(live, cut, strict=True):
             steps = len(paths[row])
             self.pairs += 1

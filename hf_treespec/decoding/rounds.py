@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention import interface
-from ..budget import FixedBudget
+from ..budget import RoundRecord
 from ..caches import TreeCache, grow_static
 from ..compat import CACHE_KEYWORD
 from ..configuration import TreeSpecConfig
@@ -21,10 +23,12 @@ from ..drafters.base import BlockDrafter, DraftState
 from ..transfer import to_device
 from ..trees import DraftTree
 from . import contexts
+from .budgets import lend_policy
 from .candidate_generator import TreeCandidateGenerator
+from .clock import RoundTimes, StageClock
 from .features import FeatureRecorder, decoder_layers
 from .outputs import build_output
-from .report import GenerationReport, StageClock
+from .report import GenerationReport
 from .rows import Rows
 from .sampling import Picker
 from .stopping import Stopping
@@ -37,6 +41,45 @@ logger = logging.get_logger(__name__)
 _UNRECORDED = "the target's decoder layers did not report their outputs (a compiled target does not)"
 #: Drafts that may come out non-finite before a call stops drafting.
 _MAX_NONFINITE = 3
+#: Plain rounds whose features wait to enter the draft context together.
+_MOST_PENDING = 32
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a round came to, until the clock knows how long it took."""
+
+    nodes: int
+    drafted: bool
+    live: list[int]
+    context: int
+    paths: list[list[int]]
+    cut: bool
+    promised: tuple[torch.Tensor, torch.Tensor] | None
+
+    def record(self, times: RoundTimes, batch_size: int) -> RoundRecord:
+        draft_ms = times.stages.get("propose", 0.0) + times.stages.get("expand", 0.0)
+        verify_ms = times.stages.get("verify", 0.0)
+        steps = [len(self.paths[row]) for row in self.live]
+        promised: list[float] = []
+        # A walk that a stopping rule cut short says nothing about the drafter.
+        if self.promised is not None and not self.cut:
+            scores, depths = self.promised
+            promised = torch.bincount(depths.reshape(-1), weights=scores.reshape(-1)).tolist()
+        return RoundRecord(
+            nodes=self.nodes,
+            drafted=self.drafted,
+            batch=batch_size,
+            live=len(self.live),
+            context=self.context,
+            draft_ms=draft_ms,
+            verify_ms=verify_ms,
+            other_ms=max(0.0, times.total - draft_ms - verify_ms),
+            tokens=sum(steps),
+            surrogate=sum(promised),
+            promised=promised,
+            accepted=[sum(taken > depth for taken in steps) for depth in range(len(promised))],
+        )
 
 
 class TreeDecoding:
@@ -90,7 +133,6 @@ class TreeDecoding:
         self.report = GenerationReport(row_committed=[(0, 0)] * self.batch_size)
         self.clock = StageClock(target.device)
         self.picker = Picker(bool(generation_config.do_sample), self.batch_size, input_ids.device)
-        self.controller = FixedBudget(config.budget)
         self.input_ids, self.processors = input_ids, processors
         self._resources = ExitStack()
         try:
@@ -110,7 +152,10 @@ class TreeDecoding:
         self.session = session or self.drafter.start(target, self.batch_size, max_length)
         self.session.configure(config)
         self._resources.callback(self.session.close)
-        rows = self.controller.largest() * self.session.rows_per_node
+        self.policy = self._resources.enter_context(
+            lend_policy(config, target, self.drafter, cache, self.session.rows_per_node)
+        )
+        rows = self.policy.limit * self.session.rows_per_node
         if self.generation_config.cache_implementation == "static" and cache.get_seq_length() == 0:
             cache = self.model_kwargs[CACHE_KEYWORD] = grow_static(cache, text_config, rows)
         columns = max_length - 1 + self._columns_before_prompt(cache)
@@ -133,10 +178,13 @@ class TreeDecoding:
             logger.info(
                 "Rows advance in lockstep: a processor, criterion or cache of this call needs the whole batch."
             )
-        self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         self._accepted: torch.Tensor | None = None
         self._extra_hidden: torch.Tensor | None = None
         self._drafting = True
+        self._outcomes: deque[_Outcome] = deque()
+        self._promised: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._why = ""
 
     def _columns_before_prompt(self, cache: Cache) -> int:
         """Cached columns that `input_ids` does not count: a past it goes on from, or a prompt given as embeddings."""
@@ -178,6 +226,7 @@ class TreeDecoding:
             self.rows.stopping.max_length - self.rows.prompt_length,
         )
         self._note_prompt(columns, valid)
+        self.policy.begin(columns, self.batch_size)
         root = DraftTree.root(self.input_ids.new_zeros(self.batch_size))
         self.walk(root, outputs.logits[:, -1:])
         if self.rows.hidden is not None:
@@ -198,45 +247,72 @@ class TreeDecoding:
             self._stop_drafting(_UNRECORDED)
             return
         fresh = features.shape[1]
-        self._pending = (features, positions[:, -fresh:], None if valid is None else valid[:, -fresh:])
+        self._pending = [(features, positions[:, -fresh:], None if valid is None else valid[:, -fresh:])]
 
     def _round(self) -> None:
-        """One round, from features and anchors to committed tokens."""
-        live = self.rows.live()
-        tree = self._draft()
-        drafted = tree is not None
-        if tree is None:
-            tree = DraftTree.root(self._anchors())
-        extra = self.session.extra_rows(tree) if drafted else None
-        with self.clock.stage("verify"):
-            logits, hidden = self.verifier(tree, self._steps(), extra)
-        with self.clock.stage("walk"):
-            paths = self.walk(tree, logits, hidden)
-        with self.clock.stage("commit"):
-            self._commit(paths, len(tree) if extra is not None else None)
-            self.rows.stream()
-        self.report.rounds += 1
-        self.report.target_forwards += 1
-        if drafted:
-            self.report.record(paths, len(tree), live, [self.rows.stopped(row) for row in live])
-        else:
-            self.report.plain_rounds += 1
+        """One round, from features and anchors to committed tokens, and what it teaches."""
+        live, context = self.rows.live(), max(self.cache.lengths)
+        with self.clock.round():
+            tree = self._draft(live)
+            drafted = tree is not None
+            if tree is None:
+                tree = DraftTree.root(self._anchors())
+            extra = self.session.extra_rows(tree) if drafted else None
+            with self.clock.stage("verify"):
+                logits, hidden = self.verifier(tree, self._steps(), extra)
+            with self.clock.stage("walk"):
+                paths = self.walk(tree, logits, hidden)
+            with self.clock.stage("commit"):
+                self._commit(paths, drafted, len(tree) if extra is not None else None)
+                self.rows.stream()
+        cut = [self.rows.stopped(row) for row in live]
+        self.report.record(paths, len(tree), live, cut, drafted, self._why)
+        self._outcomes.append(_Outcome(len(tree), drafted, live, context, paths, any(cut), self._promised))
+        self._learn()
 
-    def _draft(self) -> DraftTree | None:
+    def _learn(self) -> None:
+        """Tells the policy of the rounds whose times are known by now."""
+        for times in self.clock.finished():
+            record = self._outcomes.popleft().record(times, self.batch_size)
+            self.report.verify_ms_history.append(record.verify_ms)
+            self.policy.record(record)
+
+    def _draft(self, live: list[int]) -> DraftTree | None:
         """The trees to verify, or None for a plain round, whose features the session still gets to see."""
+        self._promised = None
         nodes, depth = self._limits()
-        if nodes < 2 or depth < 1 or not self._drafting or not self.controller.should_draft():
-            self._observe()
-            return None
-        tree = self.generator.get_tree(self._state(depth, self.generator.width(nodes)), nodes)
-        if tree is None:
-            self._count_nonfinite()
-            return None
-        return tree.prefix(self.controller.choose(tree.scores()))
+        if nodes < 2 or depth < 1 or not self._drafting:
+            self._why = "no room to draft" if self._drafting else "drafting has stopped"
+        elif not self.policy.should_draft():
+            self._why = self.policy.reason
+        else:
+            self._why = self.policy.reason
+            nodes = min(nodes, self.policy.largest())
+            tree = self.generator.get_tree(self._state(depth, self.generator.width(nodes)), nodes)
+            if tree is None:
+                self._why = "draft not finite"
+                self._count_nonfinite()
+                return None
+            with self.clock.stage("expand"):
+                return tree.prefix(self._choose(tree, live))
+        self._wait()
+        return None
+
+    def _choose(self, tree: DraftTree, live: list[int]) -> int:
+        if not self.policy.learns:
+            return self.policy.choose(tree.scores())
+        scores, depths = tree.scores(), tree.depths
+        if len(live) < self.batch_size:
+            scores, depths = scores[live], depths[live]
+        if scores.device.type != "cpu":
+            scores, depths = scores.cpu(), depths.cpu()
+        chosen = self.policy.choose(scores, depths)
+        self._promised = scores[:, :chosen], depths[:, :chosen]
+        return chosen
 
     def _limits(self) -> tuple[int, int]:
         """Most nodes and depths this round can use."""
-        nodes, depth = self.controller.largest(), min(self.generator.depth, self.rows.wanted() - 1)
+        nodes, depth = self.policy.limit, min(self.generator.depth, self.rows.wanted() - 1)
         free, flush = self.cache.free_rows(), self.cache.depth_limit()
         if free is not None:
             nodes = min(nodes, free // self.session.rows_per_node)
@@ -255,8 +331,7 @@ class TreeDecoding:
         return to_device(positions, self.input_ids.device)
 
     def _state(self, depth: int, width: int) -> DraftState:
-        features, positions, valid = self._pending or (None, None, None)
-        self._pending = None
+        features, positions, valid = self._take_pending()
         return DraftState(
             anchors=self._anchors(),
             positions=self._anchor_positions(),
@@ -269,8 +344,28 @@ class TreeDecoding:
             extra_hidden=self._extra_hidden,
         )
 
+    def _take_pending(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Features, positions and validity of everything committed since the session was last told."""
+        pending, self._pending = self._pending, []
+        if len(pending) < 2:
+            return pending[0] if pending else (None, None, None)
+        features, positions, valid = zip(*pending, strict=True)
+        every = None
+        if any(part is not None for part in valid):
+            filled = (
+                torch.ones_like(at, dtype=torch.bool) if part is None else part
+                for part, at in zip(valid, positions, strict=True)
+            )
+            every = torch.cat([part.to(positions[0].device) for part in filled], dim=1)
+        return torch.cat(features, dim=1), torch.cat(positions, dim=1), every
+
+    def _wait(self) -> None:
+        """Keeps a plain round's features for the next draft; the session takes them many at a time."""
+        if len(self._pending) >= _MOST_PENDING:
+            self._observe()
+
     def _observe(self) -> None:
-        if self._pending is not None and self._drafting:
+        if self._pending and self._drafting:
             self.session.observe(self._state(0, 0))
 
     def _count_nonfinite(self) -> None:
@@ -284,11 +379,11 @@ class TreeDecoding:
             self._stop_drafting("the drafter's values are not finite")
 
     def _stop_drafting(self, reason: str) -> None:
-        self._drafting, self._pending = False, None
+        self._drafting, self._pending = False, []
         self.report.reason = reason
         logger.info(f"Going on without drafts: {reason}.")
 
-    def _commit(self, paths: list[list[int]], first_extra: int | None) -> None:
+    def _commit(self, paths: list[list[int]], drafted: bool, first_extra: int | None) -> None:
         """Keeps the paths in the cache and hands their features to the session."""
         anchors_at = [
             first + len(tokens) - 1 - len(path)
@@ -308,8 +403,8 @@ class TreeDecoding:
         valid = None
         if self.batch_size > 1:
             valid = steps < to_device([len(path) for path in paths], device)[:, None]
-        self._pending = (features, positions, valid)
-        self._accepted = to_device([path[-1] if path else 0 for path in paths], device)
+        self._pending.append((features, positions, valid))
+        self._accepted = to_device([path[-1] if path else 0 for path in paths], device) if drafted else None
         self._extra_hidden = None if first_extra is None else self.recorder.last_hidden(first_extra)
 
     def _finish(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -334,6 +429,11 @@ class TreeDecoding:
         self.report.tokens = sum(min(len(tokens), steps) for tokens in self.rows.tokens)
         self.report.cache_bytes_written = self.cache.bytes_written
         self.report.stage_seconds = self.clock.seconds()
+        self._learn()
+        self.report.budget = self.policy.summary()
+        if self.policy.verdict:
+            self.report.reason = self.report.reason or self.policy.verdict
+            logger.warning(f"Drafting {self.policy.verdict}; decoded plainly where it did not.")
         return build_output(self.rows, cache, returned)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ class DraftState:
         feature_valid: Which of them are real, bool `[B, T]`; None = all.
         depth: Depths wanted, at most the drafter's own.
         width: Children a parent may need, at most the vocabulary.
-        accepted: Verified node each row's last walk ended on, long `[B]`, or None before the first.
+        accepted: Verified node each row's last walk ended on, long `[B]`; None before the first, and after a round
+            that was not drafted.
         extra_hidden: Last decoder layer's output for the extra rows of the last verification forward, `[B, R, H]`,
             or None.
     """
@@ -78,16 +80,17 @@ class TargetModules:
     """The target's input embedding and LM head, as a drafter borrows them.
 
     Casts at both boundaries, so that a drafter may run in another dtype than its target, and applies what the family
-    does outside those two modules: an embedding multiplier going in, logit scaling and soft-capping coming out.
+    does outside those two modules: an embedding multiplier going in, logit scaling and soft-capping coming out. Holds
+    them weakly: a draft context that waits for its conversation to go on keeps no target alive.
     """
 
     def __init__(self, target: PreTrainedModel) -> None:
         config = target.config.get_text_config()
-        self.embedding = target.get_input_embeddings()
-        self.lm_head = target.get_output_embeddings()
+        embedding, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        self._embedding, self._lm_head = weakref.ref(embedding), weakref.ref(lm_head)
         self.vocab_size: int = config.vocab_size
-        self._embedding_device = _weight(self.embedding).device
-        head = _weight(self.lm_head)
+        self._embedding_device = _weight(embedding).device
+        head = _weight(lm_head)
         self._head_device = head.device
         self._head_dtype = head.dtype if head.is_floating_point() else None
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
@@ -96,18 +99,25 @@ class TargetModules:
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Embeds long `[...]` token ids as the target does, cast to `dtype`."""
-        embedded: torch.Tensor = self.embedding(token_ids.to(self._embedding_device))
+        embedded: torch.Tensor = _alive(self._embedding)(token_ids.to(self._embedding_device))
         return (embedded * self._embedding_multiplier if self._embedding_multiplier != 1.0 else embedded).to(dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[..., V]` of final hidden states `[..., H]`."""
         hidden = hidden.to(self._head_device, self._head_dtype or hidden.dtype)
-        logits: torch.Tensor = self.lm_head(hidden).float()[..., : self.vocab_size]
+        logits: torch.Tensor = _alive(self._lm_head)(hidden).float()[..., : self.vocab_size]
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
         if self._softcap:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+
+def _alive(module: weakref.ref[nn.Module]) -> nn.Module:
+    found = module()
+    if found is None:
+        raise RuntimeError("the target whose embeddings a drafter borrows is gone; start a new session.")
+    return found
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
@@ -183,6 +193,11 @@ class BlockDrafter(PreTrainedModel):
     def drafted_depths(self) -> int:
         """Depths D that one draft forward covers."""
         return self.config.block_size - 1
+
+    @property
+    def weights(self) -> nn.Module:
+        """What all views of this drafter (`with_options`) have in common, and no other drafter has."""
+        return next(self.children(), self)
 
     def with_options(self, **options: Any) -> Self:
         """A light view of this drafter with other decoding options (see `TreeSpecConfig`); shares all weights."""

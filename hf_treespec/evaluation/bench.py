@@ -81,7 +81,14 @@ def run_bench(
     if csv_path is not None:
         append_csv(report, csv_path)
     if plots is not None:
-        write_plots(report, plots, histories=nodes_histories(benchmark))
+        knowledge = last_knowledge(benchmark)
+        write_plots(
+            report,
+            plots,
+            predicted_ms={int(nodes): ms for nodes, ms in knowledge.get("verify_ms", {}).items()},
+            histories=nodes_histories(benchmark),
+            reliability=knowledge.get("reliability"),
+        )
     if benchmark.partial:
         raise KeyboardInterrupt
     return same
@@ -96,6 +103,16 @@ def nodes_histories(benchmark: Benchmark) -> dict[str, list[int]]:
         if history:
             histories[name] = list(history)
     return histories
+
+
+def last_knowledge(benchmark: Benchmark) -> dict[str, Any]:
+    """What the `auto` arm's policy knew after its last call; empty where that arm did not run."""
+    for section in reversed(benchmark.datasets):
+        for sample in reversed(section.samples):
+            reports = sample.arms["auto"].reports if "auto" in sample.arms else []
+            if reports:
+                return reports[-1].budget
+    return {}
 
 
 def _legend(settings: Settings) -> str:

@@ -144,6 +144,27 @@ def plot_latency(measured_ms: Mapping[int, float], predicted_ms: Mapping[int, fl
     return figure
 
 
+def plot_calibration(curves: Mapping[int, Sequence[float]], points: Sequence[tuple[int, int, float]]) -> Figure:
+    """Predicted T(1), T(2), … by context, over measured `(context, N, ms)`."""
+    figure, axes = _figure("verification forward: predicted and measured")
+    for index, (context, curve) in enumerate(curves.items()):
+        measured = [(nodes, ms) for at, nodes, ms in points if at == context]
+        axes.plot(range(1, len(curve) + 1), curve, color=f"C{index}", label=f"predicted, context {context}")
+        axes.plot(
+            [nodes for nodes, _ in measured],
+            [ms for _, ms in measured],
+            "o",
+            color=f"C{index}",
+            label=f"measured, context {context}",
+        )
+    axes.set_xlabel("N, rows verified, the root included")
+    axes.set_ylabel("T(N), ms")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    return figure
+
+
 def plot_histories(histories: Mapping[str, Sequence[int]]) -> Figure:
     """Rows verified in each round of one call, a line an arm."""
     figure, axes = _figure("rows verified over one call")

@@ -103,3 +103,16 @@ def test_a_context_lives_as_long_as_its_cache() -> None:
     del cache, out, options
     gc.collect()
     assert len(contexts._CONTEXTS) == before
+
+
+def test_a_context_keeps_no_target_alive() -> None:
+    model, drafter = build("qwen3"), dflash("qwen3")
+    cache = DynamicCache(config=model.config)
+    options = {"do_sample": False, "max_new_tokens": 12, CACHE_KEYWORD: cache}
+    out = model.generate(**prompt(), assistant_model=drafter, **options)
+    head, embedding = weakref.ref(model.lm_head), weakref.ref(model.get_input_embeddings())
+    assert cache in contexts._CONTEXTS
+    del model, out, options
+    gc.collect()
+    assert head() is None
+    assert embedding() is None

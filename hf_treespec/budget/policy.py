@@ -1,0 +1,123 @@
+"""What decides how many nodes a round verifies, and what it is told of finished rounds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What a finished round says.
+
+    Args:
+        nodes: Rows verified for each row of the batch, N, the root included; 1 for a plain round.
+        drafted: Whether a draft was paid.
+        batch: Rows of the batch, finished ones too: they cost.
+        live: Rows that were generating.
+        context: Cached columns before the round.
+        draft_ms: Milliseconds of propose and expand; 0 for a plain round.
+        verify_ms: Milliseconds of the target's forward.
+        other_ms: Milliseconds of walk, commit and the rest.
+        tokens: Tokens committed over the live rows.
+        surrogate: Σ over live rows of Â of the verified nodes.
+        promised: Σρ of the verified nodes by depth over live rows, the roots first.
+        accepted: Walks that reached each depth, as long.
+        split: Whether attention was split.
+    """
+
+    nodes: int
+    drafted: bool
+    batch: int
+    live: int
+    context: int
+    draft_ms: float
+    verify_ms: float
+    other_ms: float
+    tokens: int
+    surrogate: float
+    promised: list[float]
+    accepted: list[int]
+    split: bool = False
+
+    @property
+    def total_ms(self) -> float:
+        return self.draft_ms + self.verify_ms + self.other_ms
+
+
+class BudgetPolicy(ABC):
+    """Decides, round by round, whether to draft and how much of the expanded tree to verify.
+
+    The order of calls: `begin`, then a round at a time `should_draft`, `choose` if it drafts, and `record`. A round
+    that was decided but never recorded changes nothing.
+    """
+
+    #: Most rows that any round may verify.
+    limit: int
+    #: Why the last round was decided as it was, in short words.
+    reason: str = ""
+    #: Whether records of rounds change anything: without that nobody needs to make them.
+    learns: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """Why drafting does not pay, where it was given up; empty where it was not."""
+        return ""
+
+    def summary(self) -> dict[str, Any]:
+        """What the policy knows, as JSON holds it."""
+        return {}
+
+    def begin(self, context: int, batch: int) -> None:
+        """Starts a call.
+
+        Args:
+            context: Cached columns after the prefill.
+            batch: Rows of the batch.
+        """
+
+    @abstractmethod
+    def should_draft(self) -> bool:
+        """Whether the round is worth a draft, asked before the draft is paid."""
+
+    def largest(self) -> int:
+        """Most rows this round may verify: how far trees have to be expanded."""
+        return self.limit
+
+    @abstractmethod
+    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+        """How many nodes of the expanded trees to verify.
+
+        Args:
+            scores: Path scores ρ of the nodes of the live rows, in expansion order, `[R, N]`.
+            depths: Their depths, long `[R, N]`; None corrects no score.
+
+        Returns:
+            Rows to verify, 1 … N: a prefix of the order.
+        """
+
+    def record(self, record: RoundRecord) -> None:
+        """Learns from a finished round."""
+
+
+class FixedBudget(BudgetPolicy):
+    """Always drafts and always verifies the same number of rows.
+
+    Args:
+        budget: Rows verified in a round, the root included.
+    """
+
+    reason = "fixed"
+    learns = False
+
+    def __init__(self, budget: int) -> None:
+        self.budget = self.limit = budget
+
+    def should_draft(self) -> bool:
+        return self.budget > 1
+
+    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+        return min(self.budget, scores.shape[1])

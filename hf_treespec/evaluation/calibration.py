@@ -1,0 +1,161 @@
+"""Calibration ahead of use, and how far its predictions are off."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import DynamicCache, PreTrainedModel
+
+from ..budget import BudgetController, ProfileStore
+from ..configuration import TreeSpecConfig
+from ..decoding import budgets
+from ..drafters.base import BlockDrafter
+
+#: Rows measured: those that calibration tries on its own, and others between and beyond them.
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_WARM_UP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Check:
+    """Predicted and measured milliseconds of a forward of `rows` rows behind `context` cached columns."""
+
+    context: int
+    rows: int
+    predicted_ms: float
+    measured_ms: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 64, again: bool = False) -> Path:
+    """Decodes until the pair's latencies are known and stored, as a first use would.
+
+    Args:
+        context: Length of the prompt.
+        again: Whether to forget what is known already.
+
+    Returns:
+        The profile's file.
+    """
+    view = drafter.with_options(budget="auto")
+    path = ProfileStore().path(budgets.profile_key(target, view, DynamicCache()))
+    if again:
+        budgets.forget(view)
+        path.unlink(missing_ok=True)
+    for _ in range(8):
+        _generate(target, view, context, 32)
+        with lent_controller(target, view) as controller:
+            if not controller.calibrating:
+                break
+    return path
+
+
+def measure(
+    target: PreTrainedModel, drafter: BlockDrafter, context: int, sizes: Sequence[int] = SIZES, rounds: int = 8
+) -> dict[int, float]:
+    """Median milliseconds of a verification forward by its rows, over real rounds of fixed budgets.
+
+    Trees may come out smaller than asked where a drafter offers too little; what counts is what was verified.
+    """
+    found: dict[int, list[float]] = defaultdict(list)
+    depths = drafter.drafted_depths + 1
+    for size in sizes:
+        view = drafter.with_options(budget=size, shape="tree")
+        wanted, rounds_left = rounds, 4
+        while wanted > 0 and rounds_left:
+            rounds_left -= 1
+            _generate(target, view, context, (wanted + _WARM_UP_ROUNDS) * depths)
+            report = view.last_report
+            measured = list(zip(report.nodes_history, report.verify_ms_history, strict=True))[_WARM_UP_ROUNDS:]
+            # The last rounds of a call have less room, hence fewer rows.
+            fitting = [ms for rows, ms in measured if rows == size]
+            found[size] += fitting[:rounds]
+            wanted -= len(fitting)
+    return {size: statistics.median(times) for size, times in sorted(found.items()) if times}
+
+
+def check(
+    target: PreTrainedModel, drafter: BlockDrafter, contexts: Sequence[int], rounds: int = 8
+) -> Iterator[list[Check]]:
+    """Predictions of a calibrated pair against measurements, a list a context."""
+    for context in contexts:
+        measured = measure(target, drafter, context, rounds=rounds)
+        with lent_controller(target, drafter) as controller:
+            curve = controller.latency.curve(max(measured), context)
+        yield [Check(context, size, float(curve[size - 1]), ms) for size, ms in measured.items()]
+
+
+@contextmanager
+def lent_controller(target: PreTrainedModel, drafter: BlockDrafter) -> Iterator[BudgetController]:
+    """The pair's controller for calls of default options."""
+    config = (drafter.treespec_config or TreeSpecConfig()).with_options(budget="auto")
+    with budgets.lend_policy(config, target, drafter, DynamicCache(), 1) as policy:
+        assert isinstance(policy, BudgetController)
+        yield policy
+
+
+def run_calibration(
+    console: Console,
+    target: PreTrainedModel,
+    drafter: BlockDrafter,
+    *,
+    contexts: Sequence[int],
+    rounds: int = 8,
+    again: bool = False,
+    plot: Path | None = None,
+) -> list[Check]:
+    """Calibrates a pair, prints predictions beside measurements and draws the curve over the points."""
+    if plot is not None:
+        from .plots import plot_calibration
+    path = calibrate(target, drafter, again=again)
+    checks: list[Check] = []
+    steps = check(target, drafter, contexts, rounds)
+    for part in track(steps, "measuring", total=len(contexts), console=console, transient=True):
+        checks += part
+    table = Table(title="A verification forward", title_justify="left")
+    for column in ("context", "rows", "predicted ms", "measured ms", "error"):
+        table.add_column(column, justify="right")
+    for item in checks:
+        table.add_row(
+            str(item.context),
+            str(item.rows),
+            f"{item.predicted_ms:.2f}",
+            f"{item.measured_ms:.2f}",
+            f"{item.error:+.0%}",
+        )
+    console.print(table)
+    worst = max(checks, key=lambda item: abs(item.error))
+    console.print(f"Largest error {worst.error:+.0%}. Stored in {path}", highlight=False, soft_wrap=True)
+    if plot is not None:
+        with lent_controller(target, drafter) as controller:
+            curves = {context: controller.latency.curve(max(SIZES), context).tolist() for context in contexts}
+        points = [(item.context, item.rows, item.measured_ms) for item in checks]
+        plot_calibration(curves, points).savefig(plot, dpi=144)
+    return checks
+
+
+def _generate(target: PreTrainedModel, drafter: BlockDrafter, context: int, new_tokens: int) -> None:
+    vocabulary = target.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, context), generator=generator).to(target.device)
+    target.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        assistant_model=drafter,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )

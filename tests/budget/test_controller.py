@@ -1,0 +1,355 @@
+"""The controller on simulated machines whose optimum is known, and the rule it follows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import (
+    DENSE,
+    MIXTURE,
+    Curve,
+    Drafter,
+    Machine,
+    Run,
+    best_rates,
+    cliff,
+    cpu,
+    flat,
+    mixture,
+    simulate,
+)
+
+from hf_treespec.budget import (
+    BastionPolicy,
+    BudgetController,
+    Calibration,
+    FixedBudget,
+    LatencyModel,
+    LatencyPoint,
+    RoundRecord,
+    best_prefix,
+    best_rate,
+)
+
+HONEST, OVERCONFIDENT, POOR = Drafter(), Drafter(honesty=0.8), Drafter(honesty=0.02)
+#: Curve, milliseconds of a draft, workload.
+MACHINES = {
+    "flat": (flat, 1.5, DENSE),
+    "cpu": (cpu, 20.0, DENSE),
+    "cliff": (cliff, 2.0, DENSE),
+    "mixture": (mixture, 1.5, MIXTURE),
+}
+CONTEXT = 512
+
+
+def long_run(policy: BudgetController, machine: Machine, drafter: Drafter, seed: int = 1, rounds: int = 700) -> Run:
+    return simulate(policy, machine, drafter, rounds, context=CONTEXT, seed=seed, grows=False)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("drafter", [HONEST, OVERCONFIDENT, POOR], ids=["honest", "overconfident", "poor"])
+def test_the_rate_is_within_three_percent_of_the_best(name: str, drafter: Drafter) -> None:
+    curve, draft_ms, workload = MACHINES[name]
+    machine = Machine(curve, draft_ms)
+    best = best_rates(machine, drafter, CONTEXT)
+    rates = [
+        long_run(BudgetController(LatencyModel(workload)), machine, drafter, seed).rate(100) for seed in (1, 2, 3, 4)
+    ]
+    assert np.mean(rates) >= 0.97 * best["adaptive"]
+    assert np.mean(rates) >= 0.97 * best["fixed"]
+
+
+def test_choosing_round_by_round_beats_any_fixed_number() -> None:
+    curve, draft_ms, workload = MACHINES["mixture"]
+    machine = Machine(curve, draft_ms)
+    run = long_run(BudgetController(LatencyModel(workload)), machine, HONEST)
+    assert run.rate(100) > 1.03 * best_rates(machine, HONEST, CONTEXT)["fixed"]
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_machine_that_drifts_is_followed(factor: float) -> None:
+    machine = Machine(cliff, 2.0, drift=lambda turn: factor if turn >= 300 else 1.0)
+    run = long_run(BudgetController(LatencyModel(DENSE)), machine, HONEST, rounds=700)
+    best = best_rates(machine, HONEST, CONTEXT, turn=300)
+    assert run.rate(350) >= 0.97 * best["adaptive"]
+
+
+def test_a_machine_whose_shape_changes_is_followed() -> None:
+    def steeper(rows: np.ndarray, context: int) -> np.ndarray:
+        return 12.0 + 0.6 * rows
+
+    controller, machine = BudgetController(LatencyModel(DENSE)), Machine(steeper, 1.5)
+    long_run(controller, Machine(flat, 1.5), HONEST, rounds=200)
+    run = long_run(controller, machine, HONEST, rounds=700)
+    # Sizes that were never measured since are only known by those that were: not all of the way.
+    assert run.rate(300) >= 0.9 * best_rates(machine, HONEST, CONTEXT)["adaptive"]
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_batches_reach_the_best_fixed_number(batch: int) -> None:
+    def curve(rows: np.ndarray, context: int) -> np.ndarray:
+        return np.maximum(11.0, 4.0 + 0.15 * batch * rows)
+
+    machine = Machine(curve, 1.5)
+    controller = BudgetController(LatencyModel(DENSE))
+    run = simulate(controller, machine, OVERCONFIDENT, 500, context=CONTEXT, batch=batch, grows=False)
+    assert run.rate(100) / batch >= 0.97 * best_rates(machine, OVERCONFIDENT, CONTEXT)["fixed"]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.3])
+def test_a_wrong_latency_model_fails_the_bound(exponent: float) -> None:
+    """The negative control: what keeps the bound above is the measuring."""
+    wrong = LatencyModel(online=False)
+    wrong.fit([LatencyPoint(n, CONTEXT, 1, 80.0 * n**exponent) for n in (1, 2, 4, 8, 16, 32, 64)])
+    machine = Machine(cpu, 20.0) if exponent == 0 else Machine(flat, 1.5)
+    run = long_run(BudgetController(wrong), machine, HONEST)
+    assert run.rate(100) < 0.9 * best_rates(machine, HONEST, CONTEXT)["adaptive"]
+
+
+def test_moving_averages_alone_and_fits_alone() -> None:
+    machine = Machine(cliff, 2.0)
+    best = best_rates(machine, HONEST, CONTEXT)["adaptive"]
+    assert long_run(BudgetController(None), machine, HONEST).rate(100) >= 0.97 * best
+    static = BudgetController(LatencyModel(DENSE, online=False))
+    before_drift = long_run(static, machine, HONEST).rate(100)
+    assert 0.8 * best < before_drift <= 1.001 * best
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_poor_drafter_costs_little_and_the_reason_is_told(name: str, seed: int) -> None:
+    curve, draft_ms, workload = MACHINES[name]
+    machine = Machine(curve, draft_ms)
+    cold = BudgetController(LatencyModel(workload))
+    run = simulate(cold, machine, POOR, tokens=256, seed=seed)
+    plain = simulate(FixedBudget(1), machine, POOR, tokens=256).rate()
+    assert run.rate() >= 0.85 * plain
+    told = [reason for reason in run.reasons if reason.startswith("does not pay")]
+    assert told
+    assert "tokens a drafted round" in told[-1]
+    assert told[-1].count(" ms ") == 3
+    for stored in (cold.state_dict(), cold.profile()):
+        profile = json.loads(json.dumps(stored, allow_nan=False))
+        warm = BudgetController.from_profile(profile, workload)
+        assert not warm.calibrating
+        assert simulate(warm, machine, POOR, tokens=256, seed=seed + 9).rate() >= 0.95 * plain
+
+
+def test_probes_grow_rare() -> None:
+    controller = BudgetController(LatencyModel(DENSE))
+    run = long_run(controller, Machine(cpu, 20.0), POOR, rounds=900)
+    probes = np.flatnonzero(np.array(run.nodes) > 1)[-5:]
+    assert (np.diff(probes) >= 100).sum() >= 2
+    assert (np.diff(probes) <= 130).all()
+
+
+def test_a_drafter_that_becomes_good_is_taken_up_again() -> None:
+    machine = Machine(flat, 1.5)
+    controller = BudgetController(LatencyModel(DENSE))
+    run = simulate(controller, machine, lambda turn: POOR if turn < 300 else HONEST, 900, context=CONTEXT, grows=False)
+    assert np.mean(np.array(run.nodes[200:300]) == 1) > 0.9
+    assert np.mean(np.array(run.nodes[600:]) > 1) > 0.95
+    assert run.rate(700) >= 0.97 * best_rates(machine, HONEST, CONTEXT)["adaptive"]
+
+
+def test_a_drafter_that_becomes_poor_is_left() -> None:
+    machine = Machine(flat, 1.5)
+    controller = BudgetController(LatencyModel(DENSE))
+    long_run(controller, machine, HONEST, rounds=200)
+    run = long_run(controller, machine, POOR, rounds=300)
+    assert np.mean(np.array(run.nodes[150:]) == 1) > 0.9
+    assert run.rate() >= 0.94 * best_rates(machine, POOR, CONTEXT)["plain"]
+
+
+def test_a_second_process_starts_where_the_first_ended() -> None:
+    machine, cold = Machine(cliff, 2.0), BudgetController(LatencyModel(DENSE))
+    long_run(cold, machine, OVERCONFIDENT, rounds=300)
+    warm = BudgetController.from_profile(json.loads(json.dumps(cold.state_dict(), allow_nan=False)), DENSE)
+    assert "calibrating" not in (run := long_run(warm, machine, OVERCONFIDENT, rounds=40)).reasons
+    assert run.rate() >= 0.97 * best_rates(machine, OVERCONFIDENT, CONTEXT)["adaptive"]
+    assert warm.rate == pytest.approx(cold.rate, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [{}, {"latency": {}}, {"latency": {"peak": [1, 1], "drift": "x", "modes": []}}, {"latency": None}],
+    ids=str,
+)
+def test_a_profile_that_makes_no_sense_is_measured_again(profile: dict, caplog: pytest.LogCaptureFixture) -> None:
+    assert BudgetController.from_profile(profile, DENSE).calibrating
+    assert "makes no sense" in caplog.text
+
+
+def test_a_calibration_goes_on_in_the_next_call() -> None:
+    machine, first = Machine(flat, 1.5), BudgetController(LatencyModel(DENSE))
+    run = long_run(first, machine, HONEST, rounds=4)
+    second = BudgetController.from_profile(json.loads(json.dumps(first.state_dict())), DENSE)
+    again = long_run(second, machine, HONEST, rounds=8)
+    assert run.reasons == ["calibrating"] * 4
+    assert set(run.nodes) | set(again.nodes[:3]) == {1, 2, 4, 8, 16, 32, 64}
+    assert not second.calibrating
+
+
+# Calibration
+
+
+def calibrate(curve: dict[int, float], largest: int = 64, surrogate: np.ndarray | None = None) -> list[int]:
+    """Sizes in the order in which they are measured."""
+    calibration, order = Calibration(largest), []
+    while (size := calibration.size) is not None:
+        order.append(size)
+        calibration.record(LatencyPoint(size, 100, 1, curve[size]), surrogate)
+    return order
+
+
+def test_every_size_is_measured_once_small_and_large_mixed() -> None:
+    order = calibrate({n: 10 + n / 8 for n in (1, 2, 4, 8, 16, 32, 64)})
+    assert sorted(order) == [1, 2, 4, 8, 16, 32, 64]
+    assert max(order[:2]) > 4 > min(order[:2])
+    assert sorted(calibrate(dict.fromkeys((1, 2, 4, 8), 10.0), largest=12)) == [1, 2, 4, 8]
+
+
+def test_a_first_forward_that_warms_up_is_looked_at_again() -> None:
+    calibration, seen = Calibration(64), []
+    while (size := calibration.size) is not None:
+        slow = 5.0 if not seen else 1.0
+        seen.append(size)
+        calibration.record(LatencyPoint(size, 100, 1, slow * (10 + size / 8)))
+    assert seen[-1] == seen[0]
+    assert len(seen) == 8
+    assert all(point.ms == 10 + point.rows / 8 for point in calibration.points)
+
+
+def test_at_most_three_second_looks() -> None:
+    assert len(calibrate({1: 90.0, 2: 80.0, 4: 70.0, 8: 60.0, 16: 50.0, 32: 40.0, 64: 30.0})) == 10
+
+
+def test_hopeless_sizes_are_left_out() -> None:
+    steep = {n: 10.0 * n for n in (1, 2, 4, 8, 16, 32, 64)}
+    assert max(calibrate(steep, surrogate=np.full(64, 1.5))) <= 16
+    assert 64 in calibrate({n: 10 + n / 8 for n in steep}, surrogate=np.full(64, 1.5))
+
+
+def test_shorter_trees_end_a_calibration_too() -> None:
+    small = Drafter(nodes=5)
+    controller = BudgetController(LatencyModel(DENSE))
+    run = long_run(controller, Machine(flat, 1.5), small, rounds=40)
+    assert not controller.calibrating
+    assert max(run.nodes) == 5
+
+
+# The rule
+
+
+surrogates = st.lists(st.floats(0, 1), min_size=1, max_size=64).map(
+    lambda gains: np.cumsum([1.0, *sorted(gains, reverse=True)])
+)
+rates = st.floats(1e-4, 1.0)
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    surrogate = draw(surrogates)
+    steps = draw(st.lists(st.floats(0, 20), min_size=len(surrogate), max_size=len(surrogate)))
+    return surrogate, 1.0 + np.cumsum(steps)
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=rounds(), rate=rates)
+def test_no_other_prefix_is_better(case: tuple[np.ndarray, np.ndarray], rate: float) -> None:
+    surrogate, verify_ms = case
+    chosen = best_prefix(surrogate, verify_ms, rate)
+    assert all(
+        surrogate[chosen - 1] - rate * verify_ms[chosen - 1] >= surrogate[n] - rate * verify_ms[n]
+        for n in range(len(surrogate))
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=rounds(), rate=rates, more=st.floats(1.0, 10.0))
+def test_dearer_time_verifies_no_more(case: tuple[np.ndarray, np.ndarray], rate: float, more: float) -> None:
+    surrogate, verify_ms = case
+    least, other = best_prefix(surrogate, verify_ms, rate), best_prefix(surrogate, verify_ms, rate * more)
+    gain = surrogate[other - 1] - surrogate[least - 1]
+    assert other <= least or gain <= 1e-9  # rounding may break a tie
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=rounds(), fixed=st.floats(0, 50), more=st.floats(0, 50))
+def test_dearer_drafts_verify_no_less(case: tuple[np.ndarray, np.ndarray], fixed: float, more: float) -> None:
+    surrogate, verify_ms = case
+    low, high = best_rate(surrogate, verify_ms, fixed + more), best_rate(surrogate, verify_ms, fixed)
+    assert low <= high
+    cheap, dear = best_prefix(surrogate, verify_ms, high), best_prefix(surrogate, verify_ms, low)
+    assert dear >= cheap or surrogate[cheap - 1] - surrogate[dear - 1] <= 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_the_surrogate_is_concave_and_the_choice_a_prefix(seed: int) -> None:
+    drafter = Drafter(seed, trees=2)
+    gains = np.diff(drafter.scores.cumsum(1), axis=1)
+    assert (np.diff(gains, axis=1) <= 1e-6).all()
+    model = LatencyModel(DENSE)
+    model.fit([LatencyPoint(n, 128, 1, float(cliff(np.array(float(n)), 128))) for n in (1, 2, 4, 8, 16, 32, 64)])
+    controller = BudgetController(model, largest=48)
+    scores, depths = torch.from_numpy(drafter.scores), torch.from_numpy(drafter.depths)
+    assert controller.should_draft()
+    chosen = controller.choose(scores, depths)
+    assert 1 <= chosen <= 48
+    assert chosen == controller.choose(scores, depths)
+    parents = drafter.parents[:, :chosen]
+    assert (parents < np.arange(chosen)).all()
+
+
+def test_decisions_change_only_with_records() -> None:
+    controller = BudgetController(LatencyModel(DENSE))
+    long_run(controller, Machine(cpu, 20.0), POOR, rounds=60)
+    assert len({controller.should_draft() for _ in range(200)}) == 1
+
+
+def test_trees_are_expanded_as_far_as_pays() -> None:
+    model = LatencyModel(DENSE)
+    model.fit([LatencyPoint(n, 128, 1, 10.0 + 2.0 * n) for n in (1, 2, 4, 8, 16, 32, 64)])
+    controller = BudgetController(model)
+    assert controller.largest() == 64
+    long_run(controller, Machine(lambda rows, context: 10 + 2 * rows, 1.0), HONEST, rounds=60)
+    assert 8 <= controller.largest() <= 32
+
+
+# BASTION
+
+
+def offline(curve: Curve) -> LatencyModel:
+    model = LatencyModel(online=False)
+    model.fit([LatencyPoint(n, CONTEXT, 1, float(curve(np.array(float(n)), CONTEXT))) for n in range(1, 129)])
+    return model
+
+
+def test_bastion_stops_where_its_estimate_falls_and_truncates_down() -> None:
+    drafter, model = Drafter(5, nodes=128), offline(cpu)
+    policy = BastionPolicy(model, largest=128)
+    record = RoundRecord(32, True, 1, 1, CONTEXT, 20.0, 300.0, 5.0, 3, 3.0, [1.0, 0.8], [1, 1])
+    policy.record(record)
+    verify_ms = model.curve(128, CONTEXT)
+    for tree in range(20):
+        surrogate = drafter.scores[tree].astype(float).cumsum()
+        estimate = surrogate / (25.0 + verify_ms)
+        falls = np.flatnonzero(np.diff(estimate[31:]) <= 0)
+        stop = 32 + (int(falls[0]) if len(falls) else 128 - 32)
+        assert policy.choose(torch.from_numpy(drafter.scores[tree : tree + 1])) == stop // 32 * 32
+    assert policy.choose(torch.ones(1, 20)) == 20
+
+
+def test_bastion_measures_first_where_it_must() -> None:
+    policy = BastionPolicy(LatencyModel(DENSE, online=False))
+    run = simulate(policy, Machine(flat, 1.5), HONEST, 40, context=CONTEXT, grows=False)
+    assert set(run.reasons) == {"calibrating", "best"}
+    assert set(run.nodes[12:]) <= {32, 64}
+    best = best_rates(Machine(flat, 1.5), HONEST, CONTEXT)["adaptive"]
+    assert run.rate(12) > 0.9 * best

@@ -1,0 +1,218 @@
+"""Budget policies in the loop: what they are asked and told, what a plain round keeps, what outlives a call."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import batch, dflash, prompt, target
+from parity import GREEDY, SAMPLED, compare, run
+from transformers import DynamicCache
+
+from hf_treespec import TreeSpecConfig
+from hf_treespec.budget import BudgetController, BudgetPolicy, FixedBudget, ProfileStore, RoundRecord
+from hf_treespec.configuration import POLICIES
+from hf_treespec.decoding import budgets, rounds
+
+
+class Scripted(BudgetPolicy):
+    """Drafts and verifies as a list says, over and over, and keeps the records."""
+
+    def __init__(self, script: list[int]) -> None:
+        self.script, self.limit = script, max(script)
+        self.records: list[RoundRecord] = []
+        self.asked = 0
+
+    def should_draft(self) -> bool:
+        self.reason = f"step {self.asked}"
+        self.asked += 1
+        return self.script[(self.asked - 1) % len(self.script)] > 1
+
+    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+        assert depths is not None
+        assert scores.shape == depths.shape
+        assert bool((scores[:, 0] == 1).all())
+        return min(self.script[(self.asked - 1) % len(self.script)], scores.shape[1])
+
+    def record(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(script: list[int]) -> Scripted:
+        policy = Scripted(script)
+
+        @contextmanager
+        def lend(*arguments: Any) -> Iterator[BudgetPolicy]:
+            yield policy
+
+        monkeypatch.setattr(rounds, "lend_policy", lend)
+        return policy
+
+    return install
+
+
+@pytest.fixture
+def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_TREESPEC_PROFILES", str(tmp_path))
+    monkeypatch.setattr(budgets, "_saved", {})
+    return tmp_path
+
+
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_changes_no_token(policy: str, rows: int, mode: dict[str, Any], profiles: Path) -> None:
+    inputs = prompt() if rows == 1 else batch(seed=3)
+    options = {"decoding": {"budget": policy, "max_budget": 16}, "max_new_tokens": 40, **mode}
+    *_, view = compare(target("qwen3"), inputs, seed=4, **options)
+    assert sum(view.last_report.reasons.values()) == view.last_report.rounds
+
+
+@pytest.mark.parametrize("script", [[1, 1, 1, 9], [6, 1], [1] * 40 + [8]], ids=["retries", "in turn", "late"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_plain_rounds_keep_the_context_whole(script: list[int], rows: int, scripted: Any) -> None:
+    # The rigged session itself checks that every committed position's feature arrives, once and in order.
+    policy = scripted(script)
+    inputs = prompt() if rows == 1 else batch(seed=3)
+    *_, view = compare(target("qwen3"), inputs, kind="half", max_new_tokens=60, **GREEDY)
+    report = view.last_report
+    assert report.plain_rounds > 0
+    assert report.drafted_rounds > 0
+    assert report.nodes_history == [record.nodes for record in policy.records]
+    if rows == 1:
+        assert sum(count for why, count in report.reasons.items() if why.startswith("step")) == policy.asked
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_a_policy_is_told(rows: int, scripted: Any) -> None:
+    policy = scripted([12, 1, 5])
+    inputs = prompt() if rows == 1 else batch(seed=3)
+    *_, view = compare(target("qwen3"), inputs, kind="half", max_new_tokens=30, **SAMPLED)
+    report, records = view.last_report, policy.records
+    assert len(records) == report.rounds
+    # The prefill gives every row its first token.
+    assert sum(record.tokens for record in records) + rows == report.tokens
+    context = inputs["input_ids"].shape[1]
+    for record in records:
+        assert record.batch == rows
+        assert record.verify_ms > 0
+        assert record.other_ms > 0
+        assert (record.draft_ms > 0) == record.drafted
+        assert record.context >= context
+        context = record.context
+        if record.promised:
+            assert record.drafted
+            assert record.promised[0] == pytest.approx(record.live)
+            assert record.accepted[0] == record.live
+            assert record.accepted == sorted(record.accepted, reverse=True)
+            assert sum(record.promised) <= record.live * record.nodes + 1e-3
+    assert any(record.promised for record in records)
+
+
+def test_a_walk_cut_short_teaches_nothing(scripted: Any) -> None:
+    policy = scripted([8])
+    compare(target("qwen3"), prompt(), kind="perfect", max_new_tokens=20, **GREEDY)
+    assert policy.records[0].promised
+    assert not policy.records[-1].promised
+
+
+def test_later_calls_go_on_where_earlier_ones_stopped(profiles: Path) -> None:
+    drafter = dflash("qwen3").with_options(max_budget=8)
+    budgets._AT_REST.pop(drafter.weights, None)
+    run(target("qwen3"), prompt(), assistant_model=drafter, max_new_tokens=60, **GREEDY)
+    assert drafter.last_report.reasons["calibrating"] >= 4
+    run(target("qwen3"), prompt(), assistant_model=drafter.with_options(depth=3), max_new_tokens=60, **GREEDY)
+    run(target("qwen3"), prompt(), assistant_model=drafter, max_new_tokens=60, **GREEDY)
+    assert "calibrating" not in drafter.last_report.reasons
+    assert drafter.last_report.budget["policy"] == "auto"
+
+
+_SECOND = """
+import sys; sys.path.insert(0, {tests!r})
+from models import dflash, prompt, target
+drafter = dflash("qwen3").with_options(max_budget=8)
+target("qwen3").generate(**prompt(), assistant_model=drafter, max_new_tokens=60, do_sample=False)
+import json; print(json.dumps(drafter.last_report.reasons))
+"""
+
+
+def test_a_second_process_starts_from_the_profile(profiles: Path) -> None:
+    program = _SECOND.format(tests=str(Path(__file__).parents[1]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    told = []
+    for _ in range(2):
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+        told.append(json.loads(ended.stdout.splitlines()[-1]))
+    assert "calibrating" in told[0]
+    assert "calibrating" not in told[1]
+    (file,) = profiles.glob("*.json")
+    content = json.loads(file.read_text())
+    assert content["key"]["threads"] == 1
+    assert content["profile"]["latency"]["modes"]
+
+
+def test_a_profile_says_nothing_about_weights(profiles: Path) -> None:
+    drafter = dflash("qwen3")
+    cache = DynamicCache()
+    with budgets.lend_policy(TreeSpecConfig(max_budget=8), target("qwen3"), drafter, cache, 1) as policy:
+        assert isinstance(policy, BudgetController)
+        stored = policy.profile()
+    assert "acceptance" not in stored
+    assert "paused" not in json.dumps(stored)
+
+
+def test_calls_at_the_same_time_have_their_own_policies(profiles: Path) -> None:
+    drafter, model = dflash("qwen3"), target("qwen3")
+    arguments = (TreeSpecConfig(), model, drafter, DynamicCache(), 1)
+    with budgets.lend_policy(*arguments) as one, budgets.lend_policy(*arguments) as other:
+        assert one is not other
+    with budgets.lend_policy(*arguments) as again:
+        assert again in (one, other)
+    with budgets.lend_policy(TreeSpecConfig(budget=5), *arguments[1:]) as fixed:
+        assert isinstance(fixed, FixedBudget)
+
+
+def test_profiles_are_keyed_by_what_latency_depends_on(profiles: Path) -> None:
+    cache = DynamicCache()
+    key = budgets.profile_key(target("qwen3"), dflash("qwen3"), cache)
+    others = [
+        budgets.profile_key(target("llama"), dflash("qwen3"), cache),
+        budgets.profile_key(target("qwen3", "eager"), dflash("qwen3"), cache),
+        budgets.profile_key(target("qwen3"), dflash("qwen3", block_size=4), cache),
+    ]
+    assert len({key, *others}) == 4
+    assert len({item.file_name for item in (key, *others)}) == 4
+    assert ProfileStore().folder == profiles
+
+
+def test_a_drafter_that_does_not_pay_is_named(
+    scripted: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted([4, 1])
+    monkeypatch.setattr(Scripted, "verdict", "does not pay: measured")
+    rounds.logger.addHandler(caplog.handler)
+    try:
+        *_, view = compare(target("qwen3"), prompt(), max_new_tokens=12, **GREEDY)
+    finally:
+        rounds.logger.removeHandler(caplog.handler)
+    assert view.last_report.reason == "does not pay: measured"
+    # A record that propagates is captured twice.
+    told = {(record.created, record.levelname) for record in caplog.records if "does not pay" in record.getMessage()}
+    assert [level for _, level in told] == ["WARNING"]
+
+
+@pytest.mark.parametrize("budget", [0, -3, 2.5, True, "fast", None])
+def test_budgets_that_mean_nothing(budget: Any) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        TreeSpecConfig(budget=budget)
