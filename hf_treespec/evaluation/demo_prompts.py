@@ -60,6 +60,7 @@ class Parser:
     def next_token(self):
         match = TOKEN.match(self.text, self.pos)
         if match is None:
+            raise ParseError(self.text)
 ''',
     "asyncio workers": """import asyncio
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
-    Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
     rotate_half,
 )
@@ -42,8 +41,8 @@ class DFlashAttention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def keys_values(
         self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -85,8 +84,8 @@ class DFlashLayer(nn.Module):
         super().__init__()
         self.self_attn = DFlashAttention(config, layer)
         self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,
@@ -120,8 +119,8 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         super().__init__(config)
         self.layers = nn.ModuleList(DFlashLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
 
