@@ -38,10 +38,12 @@ class TreeAttention:
         nodes: Columns of the tree, the last of every layer's keys: the nodes, and any extra rows behind them.
         prefix_visible: Whether every query sees every column before those; one answer, or one per decoder layer.
             False is always safe.
+        split: Whether "sdpa" is computed in two parts; None = as is usual on the device.
     """
 
     nodes: int
     prefix_visible: bool | Sequence[bool] = False
+    split: bool | None = None
 
     def sees_prefix(self, module: torch.nn.Module) -> bool:
         """Whether the prefix needs no mask in this attention module."""
@@ -191,18 +193,35 @@ def _wrap(original: AttentionFunction, armed_function: AttentionFunction | None)
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # Compiled targets keep the graph they had: a context variable is not for a graph to read.
         function = original
-        if not torch.compiler.is_compiling() and _applicable(query, key, attention_mask) is not None:
-            function = armed_function or _tree_sdpa(original, query, kwargs)
+        if not torch.compiler.is_compiling():
+            tree = _applicable(query, key, attention_mask)
+            if tree is not None:
+                function = armed_function or _tree_sdpa(tree, original, query, kwargs)
         return function(module, query, key, value, attention_mask, **kwargs)
 
     return wrapper
 
 
-def _tree_sdpa(original: AttentionFunction, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionFunction:
-    """What replaces "sdpa" in an armed forward: the split on CUDA, one dense call on the CPU."""
+def kinds_of_attention(implementation: str | None, device: torch.device) -> tuple[bool, ...]:
+    """The kinds that an armed forward can choose from, the usual one first: whether each is split."""
+    usual = device.type == "cuda" or implementation == NAME
+    return (usual, not usual) if implementation == "sdpa" and device.type in _SDPA_DEVICES else (usual,)
+
+
+#: Devices on which an armed "sdpa" is one of ours.
+_SDPA_DEVICES = ("cpu", "cuda")
+
+
+def _tree_sdpa(
+    tree: TreeAttention, original: AttentionFunction, query: torch.Tensor, kwargs: dict[str, Any]
+) -> AttentionFunction:
+    """What replaces "sdpa" in an armed forward: usually the split on CUDA, one dense call on the CPU."""
     if any(kwargs.get(name) is not None for name in ("s_aux", "softcap", "position_bias")):
         return original
-    return {"cuda": tree_attention_forward, "cpu": _grouped_sdpa}.get(query.device.type, original)
+    if query.device.type not in _SDPA_DEVICES:
+        return original
+    split = query.device.type == "cuda" if tree.split is None else tree.split
+    return tree_attention_forward if split else _grouped_sdpa
 
 
 def _grouped_sdpa(

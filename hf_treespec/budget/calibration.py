@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,6 +15,8 @@ _SIZES = (8, 1, 16, 2, 4, 32, 64)
 _SECOND_LOOKS = 3
 #: How much more than seemed possible a tree may yield before a size is left out.
 _HOPE = 1.25
+#: Rows at which another kind of attention is compared, and how often.
+_COMPARED, _COMPARISONS = 16, 2
 
 
 Surrogate = npt.NDArray[np.float64]
@@ -23,10 +27,14 @@ class Calibration:
 
     Args:
         largest: Most rows a round may verify.
+        splits: Kinds of attention that the device has, the usual one first: whether each is split.
     """
 
-    def __init__(self, largest: int) -> None:
+    def __init__(self, largest: int, splits: Sequence[bool] = (False,)) -> None:
+        #: Whether the next round's attention should be split.
+        self.split = splits[0]
         self._queue = [size for size in _SIZES if size <= largest]
+        self._others = [split for split in splits[1:] for _ in range(_COMPARISONS)]
         self._looks = _SECOND_LOOKS
         self.points: list[LatencyPoint] = []
 
@@ -56,6 +64,9 @@ class Calibration:
         if not self._queue and self._looks:
             self._looks -= 1
             self._queue += self._suspicious(point.rows)[:1]
+        if not self._queue and self._others and any(p.rows == _COMPARED for p in self.points):
+            self.split = self._others.pop()
+            self._queue.append(_COMPARED)
 
     def resume(self, point: LatencyPoint) -> None:
         """Takes a point that an earlier call measured."""
@@ -82,7 +93,8 @@ class Calibration:
         Args:
             last: The size measured last; looked at once more only if nothing else is suspicious.
         """
-        points = sorted(self.points, key=lambda p: p.rows)
+        usual = self.points[0].split
+        points = sorted((p for p in self.points if p.split is usual), key=lambda p: p.rows)
         found = []
         for index, point in enumerate(points):
             slower = any(point.ms > 1.1 * later.ms for later in points[index + 1 :])

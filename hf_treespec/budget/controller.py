@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,7 @@ class BudgetController(BudgetPolicy):
             roofline (the moving-average policy); a model with `online=False` stays as it is (the static policy).
         largest: Most rows a round may verify.
         acceptance: What is known of the drafter.
+        splits: Kinds of attention to choose from, the device's usual one first: whether each is split.
     """
 
     def __init__(
@@ -80,11 +82,13 @@ class BudgetController(BudgetPolicy):
         latency: LatencyModel | None = None,
         largest: int = 64,
         acceptance: CalibratedAcceptance | None = None,
+        splits: Sequence[bool] = (False,),
     ) -> None:
         self.limit = largest
         self.latency = latency if latency is not None else LatencyModel()
         self.acceptance = acceptance if acceptance is not None else CalibratedAcceptance()
-        self._calibration = None if self.latency.fitted else Calibration(largest)
+        self._splits = tuple(splits)
+        self._calibration = None if self.latency.fitted else Calibration(largest, splits)
         self._paces: dict[int, _Pace] = {}
         self._batch, self._context = 1, 0
         self._recent: deque[int] = deque(maxlen=32)
@@ -107,6 +111,7 @@ class BudgetController(BudgetPolicy):
         self._value = None
 
     def should_draft(self) -> bool:
+        self.split = self._splits[0]
         if self.limit < 2:
             self.reason = "fixed"
             return False
@@ -134,6 +139,7 @@ class BudgetController(BudgetPolicy):
         depths = None if depths is None else depths.detach().cpu()
         nodes = min(scores.shape[1], self.limit)
         if self._calibration is not None:
+            self.split = self._calibration.split
             self._seen.append((scores, depths))
             return min(self._calibration.size or 1, nodes)
         pace = self._pace()
@@ -142,6 +148,8 @@ class BudgetController(BudgetPolicy):
         rate = pace.rate_over(float(verify_ms[0]) + pace.plain_other)
         chosen = best_prefix(surrogate, verify_ms, rate)
         self._value = float(surrogate[chosen - 1] - rate * verify_ms[chosen - 1])
+        if len(self._splits) > 1:
+            self.split = self.latency.best_split(chosen, self._context, self._batch)
         if pace.paused:
             # Not what seems best but enough to learn from: what is known of a drafter at rest may be old or bad luck.
             return min(_PROBE_NODES, nodes)
@@ -173,7 +181,7 @@ class BudgetController(BudgetPolicy):
                 threshold = 1 - rate * plain
                 advantage = value - rate * pace.fixed_ms - threshold
                 realised = tokens - rate * record.total_ms - threshold
-                pace.judge(advantage, realised, self.acceptance.unsettled)
+                pace.judge(advantage, realised, self.acceptance.unsettled, pace.pays(plain))
                 if pace.paused:
                     pace.verdict = self._verdict(plain)
         self._context = record.context + round(tokens)
@@ -217,7 +225,12 @@ class BudgetController(BudgetPolicy):
 
     @classmethod
     def from_profile(
-        cls, profile: dict[str, Any] | None, workload: Workload | None = None, largest: int = 64, **options: Any
+        cls,
+        profile: dict[str, Any] | None,
+        workload: Workload | None = None,
+        largest: int = 64,
+        splits: Sequence[bool] = (False,),
+        **options: Any,
     ) -> BudgetController:
         """A controller that starts from a stored `state_dict` or `profile`, or by calibrating where it makes no sense.
 
@@ -225,14 +238,16 @@ class BudgetController(BudgetPolicy):
             profile: What `state_dict` or `profile` returned; None for none.
             workload: FLOPs and bytes of the target's forward.
             largest: Most rows a round may verify.
+            splits: Kinds of attention to choose from, the device's usual one first.
             **options: Of `LatencyModel`.
         """
-        fresh = cls(LatencyModel(workload, **options), largest)
+        fresh = cls(LatencyModel(workload, **options), largest, splits=splits)
         if profile is None:
             return fresh
         try:
             online = bool(options.get("online", True))
-            stored = cls(LatencyModel.from_dict(profile["latency"], workload, online=online), largest)
+            latency = LatencyModel.from_dict(profile["latency"], workload, online=online)
+            stored = cls(latency, largest, splits=splits)
             if "acceptance" in profile:
                 stored.acceptance.load_dict(profile["acceptance"])
             stored._paces = {int(batch): _Pace.from_dict(item) for batch, item in profile["paces"].items()}
@@ -401,18 +416,24 @@ class _Pace:
         self.tokens = _RATE_KEPT * self.tokens + tokens
         self.ms = _RATE_KEPT * self.ms + ms
 
-    def judge(self, advantage: float, realised: float, unsettled: bool) -> None:
+    def pays(self, plain: float) -> bool:
+        """Whether drafted rounds have lately been quicker a token than a plain one of `plain` milliseconds."""
+        return self.drafted_tokens * plain > self.fixed_ms + self.verify_ms
+
+    def judge(self, advantage: float, realised: float, unsettled: bool, pays: bool) -> None:
         """Decides whether to go on drafting.
 
         Args:
             advantage: Tokens by which the round should beat a plain one at the running rate.
             realised: By which it did.
+            pays: Whether drafted rounds have lately paid: a running rate that lags behind a text that became harder, or
+                a machine that became slower, must not speak against a drafter that does.
             unsettled: Whether the drafter has just turned out to be different: what was expected before is worth less.
         """
         self.advantage.add(advantage, _PROBE_GAIN if self.paused or unsettled else 0.0)
         hopeless = self.advantage.value < -_DOUBT * self.advantage.error
         if not self.paused:
-            if self.advantage.count >= _EVIDENCE and hopeless:
+            if self.advantage.count >= _EVIDENCE and hopeless and not pays:
                 self.paused, self.left, self.wins = True, self.wait, 0
             return
         # A probe that gains is followed by another at once, until gains or losses prevail.

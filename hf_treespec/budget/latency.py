@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -31,6 +32,8 @@ _SETTLED = 4
 _MOST_SEEN = 50
 #: Most that a first observation of a new size may say against its neighbours, in log.
 _FIRST_CLIP = math.log(4)
+#: Sizes that have to be measured for a roofline.
+_ROOFLINE_POINTS = 3
 _SMALLEST_CURVE = 64
 _CONTEXT_STEP = 64
 
@@ -94,8 +97,15 @@ class LatencyModel:
         self._modes, self._drift, self._last_error = {}, 0.0, 0.0
         self._bases.clear()
         self._curves.clear()
-        for split in {point.split for point in usable}:
+        kinds = Counter(point.split for point in usable)
+        for split, _ in kinds.most_common():
             chosen = [point for point in usable if point.split is split]
+            if self._modes and len({point.rows for point in chosen}) < _ROOFLINE_POINTS:
+                # Too few for a roofline of its own: the other kind's, as much slower or quicker as it was here.
+                usual = next(iter(self._modes))
+                off = [math.log(p.ms / self.predict(p.rows, p.context, p.batch, usual)) for p in chosen]
+                self._modes[split] = self._modes[usual].shifted(float(np.median(off)))
+                continue
             compute, memory = np.array([self._ideal_at(p.rows, p.context, p.batch) for p in chosen]).T
             measured = np.array([point.ms for point in chosen])
             mode = self._modes[split] = _Mode(*_fit_roofline(compute, memory, measured))
@@ -270,6 +280,11 @@ class _Mode:
     compute: tuple[float, float]
     memory: tuple[float, float]
     residuals: dict[int, _Residual] = field(default_factory=dict)
+
+    def shifted(self, log: float) -> _Mode:
+        """A kind of attention that takes e^`log` times as long."""
+        residuals = {n: _Residual(item.log + log, item.seen) for n, item in self.residuals.items()}
+        return _Mode(self.compute, self.memory, residuals)
 
     def roofline(self, compute: Array, memory: Array) -> Array:
         bound = np.maximum(self.compute[0] * compute + self.compute[1], self.memory[0] * memory + self.memory[1])

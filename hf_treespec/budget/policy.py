@@ -59,6 +59,8 @@ class BudgetPolicy(ABC):
     limit: int
     #: Why the last round was decided as it was, in short words.
     reason: str = ""
+    #: Whether the round's attention should be split into prefix and tree; None leaves it to the device's usual kind.
+    split: bool | None = None
     #: Whether records of rounds change anything: without that nobody needs to make them.
     learns: bool = True
 

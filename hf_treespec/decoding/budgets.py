@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from ..attention.interface import kinds_of_attention
 from ..budget import (
     BastionPolicy,
     BudgetController,
@@ -80,7 +81,8 @@ def _start(name: str, key: ProfileKey, target: PreTrainedModel, largest: int, ro
     profile = ProfileStore().load(key)
     workload = Workload.from_model(target, rows_per_node)
     peak = measure_peak(target.device, target.dtype) if profile is None else None
-    controller = BudgetController.from_profile(profile, workload, largest, peak=peak, online=name == "auto")
+    splits = kinds_of_attention(key.attention, target.device)
+    controller = BudgetController.from_profile(profile, workload, largest, splits, peak=peak, online=name == "auto")
     return BastionPolicy(controller.latency, largest) if name == "bastion" else controller
 
 

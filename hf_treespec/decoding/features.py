@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -117,22 +117,26 @@ class FeatureRecorder:
         """Whether every feature layer reported in the last verification forward."""
         return len(self._raw) == len(self._session.feature_layers)
 
-    def select(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Fused features of chosen rows of the last verification forward.
+    def select(self, nodes: torch.Tensor) -> list[torch.Tensor]:
+        """Chosen rows of every feature layer in the last verification forward, each `[B, T, H_target]`.
 
         Args:
             nodes: Row indices, long `[B, T]`.
-
-        Returns:
-            Features `[B, T, H]`.
         """
-        total: torch.Tensor | None = None
+        chosen = []
         for index in range(len(self._session.feature_layers)):
             hidden = self._raw[index]
             if hidden.shape[0] == 1:
-                rows = hidden.index_select(1, nodes[0].to(hidden.device))
+                chosen.append(hidden.index_select(1, nodes[0].to(hidden.device)))
             else:
-                rows = hidden.gather(1, nodes.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
+                chosen.append(hidden.gather(1, nodes.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])))
+        return chosen
+
+    def fuse(self, selected: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Features `[B, T₁ + T₂ + …, H]` of rows that `select` chose in one forward after the other."""
+        total: torch.Tensor | None = None
+        for index, parts in enumerate(zip(*selected, strict=True)):
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             part = self._session.fuse(index, rows)
             total = part if total is None else total.add_(part)
         assert total is not None

@@ -46,6 +46,26 @@ _MOST_PENDING = 32
 
 
 @dataclass(frozen=True)
+class _Committed:
+    """Positions that entered the target's cache, the session not yet told.
+
+    Attributes:
+        selected: Their rows of every feature layer, each `[B, T, H_target]`; none where they are fused already.
+        positions: Their positions, long `[B, T]`.
+        valid: Which of them are real, bool `[B, T]`; None = all.
+    """
+
+    selected: list[torch.Tensor]
+    positions: torch.Tensor
+    valid: torch.Tensor | None
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Parts `[B, T, …]` one behind the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
 class _Outcome:
     """What a round came to, until the clock knows how long it took."""
 
@@ -56,6 +76,7 @@ class _Outcome:
     paths: list[list[int]]
     cut: bool
     promised: tuple[torch.Tensor, torch.Tensor] | None
+    split: bool
 
     def record(self, times: RoundTimes, batch_size: int) -> RoundRecord:
         draft_ms = times.stages.get("propose", 0.0) + times.stages.get("expand", 0.0)
@@ -79,6 +100,7 @@ class _Outcome:
             surrogate=sum(promised),
             promised=promised,
             accepted=[sum(taken > depth for taken in steps) for depth in range(len(promised))],
+            split=self.split,
         )
 
 
@@ -178,7 +200,8 @@ class TreeDecoding:
             logger.info(
                 "Rows advance in lockstep: a processor, criterion or cache of this call needs the whole batch."
             )
-        self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        self._pending: list[_Committed] = []
+        self._prompt: torch.Tensor | None = None
         self._accepted: torch.Tensor | None = None
         self._extra_hidden: torch.Tensor | None = None
         self._drafting = True
@@ -247,7 +270,8 @@ class TreeDecoding:
             self._stop_drafting(_UNRECORDED)
             return
         fresh = features.shape[1]
-        self._pending = [(features, positions[:, -fresh:], None if valid is None else valid[:, -fresh:])]
+        self._prompt = features
+        self._pending = [_Committed([], positions[:, -fresh:], None if valid is None else valid[:, -fresh:])]
 
     def _round(self) -> None:
         """One round, from features and anchors to committed tokens, and what it teaches."""
@@ -259,7 +283,7 @@ class TreeDecoding:
                 tree = DraftTree.root(self._anchors())
             extra = self.session.extra_rows(tree) if drafted else None
             with self.clock.stage("verify"):
-                logits, hidden = self.verifier(tree, self._steps(), extra)
+                logits, hidden = self.verifier(tree, self._steps(), extra, self.policy.split)
             with self.clock.stage("walk"):
                 paths = self.walk(tree, logits, hidden)
             with self.clock.stage("commit"):
@@ -267,7 +291,9 @@ class TreeDecoding:
                 self.rows.stream()
         cut = [self.rows.stopped(row) for row in live]
         self.report.record(paths, len(tree), live, cut, drafted, self._why)
-        self._outcomes.append(_Outcome(len(tree), drafted, live, context, paths, any(cut), self._promised))
+        self._outcomes.append(
+            _Outcome(len(tree), drafted, live, context, paths, any(cut), self._promised, bool(self.policy.split))
+        )
         self._learn()
 
     def _learn(self) -> None:
@@ -347,17 +373,23 @@ class TreeDecoding:
     def _take_pending(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Features, positions and validity of everything committed since the session was last told."""
         pending, self._pending = self._pending, []
-        if len(pending) < 2:
-            return pending[0] if pending else (None, None, None)
-        features, positions, valid = zip(*pending, strict=True)
-        every = None
-        if any(part is not None for part in valid):
-            filled = (
-                torch.ones_like(at, dtype=torch.bool) if part is None else part
-                for part, at in zip(valid, positions, strict=True)
+        if not pending:
+            return None, None, None
+        selected = [part.selected for part in pending if part.selected]
+        features = [self.recorder.fuse(selected)] if selected else []
+        if self._prompt is not None:
+            features.insert(0, self._prompt)
+            self._prompt = None
+        positions = [part.positions for part in pending]
+        valid = None
+        if any(part.valid is not None for part in pending):
+            valid = _joined(
+                [
+                    torch.ones_like(part.positions, dtype=torch.bool) if part.valid is None else part.valid
+                    for part in pending
+                ]
             )
-            every = torch.cat([part.to(positions[0].device) for part in filled], dim=1)
-        return torch.cat(features, dim=1), torch.cat(positions, dim=1), every
+        return _joined(features), _joined(positions), valid
 
     def _wait(self) -> None:
         """Keeps a plain round's features for the next draft; the session takes them many at a time."""
@@ -379,7 +411,7 @@ class TreeDecoding:
             self._stop_drafting("the drafter's values are not finite")
 
     def _stop_drafting(self, reason: str) -> None:
-        self._drafting, self._pending = False, []
+        self._drafting, self._pending, self._prompt = False, [], None
         self.report.reason = reason
         logger.info(f"Going on without drafts: {reason}.")
 
@@ -397,13 +429,13 @@ class TreeDecoding:
             return
         device, longest = self.input_ids.device, max(len(path) for path in paths)
         nodes = to_device([path + [0] * (longest - len(path)) for path in paths], device)
-        features = self.recorder.select(nodes)
+        selected = self.recorder.select(nodes)
         steps = torch.arange(longest, device=device)
         positions = to_device(anchors_at, device)[:, None] + steps
         valid = None
         if self.batch_size > 1:
             valid = steps < to_device([len(path) for path in paths], device)[:, None]
-        self._pending.append((features, positions, valid))
+        self._pending.append(_Committed(selected, positions, valid))
         self._accepted = to_device([path[-1] if path else 0 for path in paths], device) if drafted else None
         self._extra_hidden = None if first_extra is None else self.recorder.last_hidden(first_extra)
 

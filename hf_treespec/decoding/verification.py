@@ -58,7 +58,7 @@ class Verifier:
         self._kinds = tuple(dict.fromkeys(self._masks.kinds))
 
     def __call__(
-        self, tree: DraftTree, steps: list[int], extra: ExtraRows | None = None
+        self, tree: DraftTree, steps: list[int], extra: ExtraRows | None = None, split: bool | None = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         """Verifies a batch of trees.
 
@@ -66,6 +66,7 @@ class Verifier:
             tree: The trees, roots not yet in the cache.
             steps: Generation step of each row's root token.
             extra: Rows that ride along.
+            split: Whether attention is computed in two parts; None = as is usual on the device.
 
         Returns:
             Logits `[B, N, V]` and, where kept, hidden states by layer, each `[B, N, H]`.
@@ -90,7 +91,7 @@ class Verifier:
         inputs["attention_mask"] = masks
         with (
             cache.tree_forward(width),
-            armed(TreeAttention(width, self._masks.prefix_visible)),
+            armed(TreeAttention(width, self._masks.prefix_visible, split)),
             self._recorder.verification(),
             self._expert_swap(width * tokens.shape[0]),
         ):

@@ -102,10 +102,11 @@ class Demo:
 
     def arms(self) -> dict[str, dict[str, Any]]:
         """The ways of decoding and what each adds to a `generate` call."""
+        whole_block = self.drafter.drafted_depths + 1
         return {
             "plain": {},
             "tree": {"assistant_model": self.drafter},
-            "chain": {"assistant_model": self.drafter.with_options(shape="chain")},
+            "chain": {"assistant_model": self.drafter.with_options(budget=whole_block, shape="chain")},
             "lookup": {"prompt_lookup_num_tokens": 10},
         }
 

@@ -353,3 +353,59 @@ def test_bastion_measures_first_where_it_must() -> None:
     assert set(run.nodes[12:]) <= {32, 64}
     best = best_rates(Machine(flat, 1.5), HONEST, CONTEXT)["adaptive"]
     assert run.rate(12) > 0.9 * best
+
+
+def test_a_summary_says_what_is_known() -> None:
+    controller = BudgetController(LatencyModel(DENSE), 32)
+    assert controller.summary()["calibrating"]
+    assert "verify_ms" not in controller.summary()
+    simulate(controller, Machine(flat, 1.5), HONEST, 200, context=CONTEXT, seed=3, grows=False)
+    summary = json.loads(json.dumps(controller.summary()))
+    assert not summary["calibrating"]
+    curve = controller.latency.curve(32, CONTEXT)
+    assert list(summary["verify_ms"]) == ["1", "2", "4", "8", "16", "32"]
+    assert summary["verify_ms"]["16"] == pytest.approx(curve[15], rel=0.02)
+    assert summary["draft_ms"] == pytest.approx(1.5, rel=0.1)
+    assert -1 <= summary["correlation"] <= 1
+    assert all(0 <= promised <= 1 and count > 0 for promised, _, count in summary["reliability"])
+
+
+def test_a_profile_holds_nothing_of_the_weights() -> None:
+    controller = BudgetController(LatencyModel(DENSE), 32)
+    simulate(controller, Machine(flat, 1.5), POOR, 200, context=CONTEXT, seed=3, grows=False)
+    assert controller.verdict
+    started = BudgetController.from_profile(controller.profile(), DENSE, 32)
+    assert not started.calibrating
+    assert started.verdict == ""
+    assert started.acceptance.factors() == BudgetController(None).acceptance.factors()
+    started.begin(CONTEXT, 1)
+    assert started.rate == pytest.approx(1 / (started.latency.predict(1, CONTEXT) + 0.3), rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.4], ids=["quicker", "slower"])
+def test_the_quicker_attention_is_taken(factor: float) -> None:
+    controller = BudgetController(LatencyModel(DENSE), 32, splits=(False, True))
+    machine, rng, drafted = Machine(flat, 1.5), np.random.default_rng(0), []
+    controller.begin(CONTEXT, 1)
+    scores = torch.tensor([[0.8**depth for depth in range(32)]])
+    for turn in range(60):
+        nodes = controller.choose(scores, torch.arange(32)[None]) if controller.should_draft() else 1
+        ms = float(machine.verify_ms(nodes, CONTEXT)) * (factor if controller.split else 1.0)
+        ms *= 1 + 0.01 * rng.standard_normal()
+        if turn >= 20 and nodes > 1:
+            drafted.append(controller.split)
+        record = RoundRecord(
+            nodes, nodes > 1, 1, 1, CONTEXT, 1.5 * (nodes > 1), ms, 0.3, 1, 1.0, [], [], bool(controller.split)
+        )
+        controller.record(record)
+    assert not controller.calibrating
+    assert drafted == [factor < 1] * len(drafted)
+    assert len(drafted) > 10
+
+
+def test_one_kind_of_attention_is_not_compared() -> None:
+    calibration = Calibration(32)
+    while (size := calibration.size) is not None:
+        assert calibration.split is False
+        calibration.record(LatencyPoint(size, CONTEXT, 1, float(flat(np.array(size), CONTEXT)), calibration.split))
+    assert {point.split for point in calibration.points} == {False}

@@ -18,6 +18,7 @@ from parity import GREEDY, SAMPLED, compare, run
 from transformers import DynamicCache
 
 from hf_treespec import TreeSpecConfig
+from hf_treespec.attention import interface
 from hf_treespec.budget import BudgetController, BudgetPolicy, FixedBudget, ProfileStore, RoundRecord
 from hf_treespec.configuration import POLICIES
 from hf_treespec.decoding import budgets, rounds
@@ -117,6 +118,29 @@ def test_what_a_policy_is_told(rows: int, scripted: Any) -> None:
             assert record.accepted == sorted(record.accepted, reverse=True)
             assert sum(record.promised) <= record.live * record.nodes + 1e-3
     assert any(record.promised for record in records)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_kinds_of_attention_change_no_token(
+    family: str, rows: int, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = scripted([12])
+    calls = {"split": 0, "dense": 0}
+    for kind, name in (("split", "tree_attention_forward"), ("dense", "_grouped_sdpa")):
+        original = getattr(interface, name)
+
+        def counted(*args: Any, kind: str = kind, original: Any = original, **kwargs: Any) -> Any:
+            calls[kind] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(interface, name, counted)
+    monkeypatch.setattr(Scripted, "split", property(lambda self: self.asked % 2 == 0))
+    inputs = prompt() if rows == 1 else batch(seed=3)
+    compare(target(family), inputs, kind="half", max_new_tokens=30, **GREEDY)
+    assert {record.split for record in policy.records} == {True, False}
+    assert calls["split"] > 0
+    assert calls["dense"] > 0
 
 
 def test_a_walk_cut_short_teaches_nothing(scripted: Any) -> None:

@@ -1,0 +1,67 @@
+"""Calibrating ahead of use, and checking the predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from models import dflash, target
+from pairs import build_pair, save_pair
+from typer.testing import CliRunner
+
+from hf_treespec.cli import app
+from hf_treespec.decoding import budgets
+from hf_treespec.evaluation.calibration import Check, calibrate, check, measure
+
+
+@pytest.fixture(autouse=True)
+def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_TREESPEC_PROFILES", str(tmp_path / "profiles"))
+    budgets.forget(dflash("qwen3"))
+    return tmp_path / "profiles"
+
+
+def test_calibration_stores_a_profile_and_again_replaces_it(profiles: Path) -> None:
+    model, drafter = target("qwen3"), dflash("qwen3")
+    path = calibrate(model, drafter)
+    assert path.parent == profiles
+    first = json.loads(path.read_text())
+    calibrate(model, drafter)
+    assert json.loads(path.read_text())["created"] == first["created"]
+    calibrate(model, drafter, again=True)
+    assert json.loads(path.read_text())["created"] > first["created"]
+
+
+def test_rows_that_a_drafter_cannot_fill_are_not_reported() -> None:
+    measured = measure(target("qwen3"), dflash("qwen3"), 32, sizes=(1, 4, 100_000), rounds=2)
+    assert set(measured) <= {1, 4}
+    assert 4 in measured
+    assert all(ms > 0 for ms in measured.values())
+
+
+def test_predictions_stand_beside_measurements() -> None:
+    model, drafter = target("qwen3"), dflash("qwen3")
+    calibrate(model, drafter)
+    short, long = check(model, drafter, (16, 200), rounds=2)
+    assert {item.context for item in short} == {16}
+    assert {item.context for item in long} == {200}
+    assert Check(16, 4, predicted_ms=3.0, measured_ms=2.0).error == pytest.approx(0.5)
+
+
+def test_command(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model, drafter = save_pair(build_pair(), tmp_path)
+    plot = tmp_path / "curve.png"
+    arguments = ["--target", model, "--drafter", drafter, "--contexts", "16,40", "--rounds", "1", "--plot", str(plot)]
+    result = CliRunner().invoke(app, ["calibrate", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "Largest error" in result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("contexts", ["", "0", "many", "64,-1"])
+def test_contexts_that_mean_nothing(contexts: str) -> None:
+    result = CliRunner().invoke(app, ["calibrate", "--contexts", contexts])
+    assert result.exit_code == 2
+    assert "--contexts" in result.output
