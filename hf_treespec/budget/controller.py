@@ -426,8 +426,8 @@ class _Pace:
         Args:
             advantage: Tokens by which the round should beat a plain one at the running rate.
             realised: By which it did.
-            pays: Whether drafted rounds have lately paid: a running rate that lags behind a text that became harder, or
-                a machine that became slower, must not speak against a drafter that does.
+            pays: Whether drafted rounds have lately paid: a running rate that lags behind a text that became harder,
+                or a machine that became slower, must not speak against a drafter that does.
             unsettled: Whether the drafter has just turned out to be different: what was expected before is worth less.
         """
         self.advantage.add(advantage, _PROBE_GAIN if self.paused or unsettled else 0.0)

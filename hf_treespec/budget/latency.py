@@ -32,6 +32,8 @@ _SETTLED = 4
 _MOST_SEEN = 50
 #: Most that a first observation of a new size may say against its neighbours, in log.
 _FIRST_CLIP = math.log(4)
+#: How far residuals may move before curves are computed again, in log.
+_STALE = 0.005
 #: Sizes that have to be measured for a roofline.
 _ROOFLINE_POINTS = 3
 _SMALLEST_CURVE = 64
@@ -75,6 +77,7 @@ class LatencyModel:
         self._modes: dict[bool, _Mode] = {}
         self._drift = 0.0
         self._last_error = 0.0
+        self._stale = 0.0  # by how much residuals have moved since the curves were computed, in log
         # Of (size, context, batch): FLOPs and bytes in ms; and of the same with the mode: the log of its roofline.
         self._ideals: dict[tuple[int, int, int], tuple[Array, Array]] = {}
         self._bases: dict[tuple[int, int, int, bool], Array] = {}
@@ -117,7 +120,7 @@ class LatencyModel:
                 mode.residuals[rows] = _Residual(float(np.median(logs)), _SETTLED - 1 + len(logs))
 
     def curve(self, largest: int, context: int, batch: int = 1, split: bool | None = None) -> Array:
-        """Milliseconds at N = 1 … `largest`, non-decreasing, float64 `[largest]`; not to be written to.
+        """Milliseconds at N = 1 … `largest`, non-decreasing, float64 `[largest]`.
 
         Args:
             largest: Most nodes asked for.
@@ -134,7 +137,7 @@ class LatencyModel:
         curve = self._curves.get(key)
         if curve is None:
             curve = self._curves[key] = self._compute_curve(*key)
-        return curve[:largest]
+        return curve[:largest] * math.exp(self._drift)
 
     @overload
     def predict(self, rows: int, context: int, batch: int = 1, split: bool | None = None) -> float: ...
@@ -178,8 +181,13 @@ class LatencyModel:
             if residual.seen >= _SETTLED:
                 self._drift += _DRIFT_GAIN * _agreed(error, self._last_error)
                 self._last_error = error
+            before = residual.log
             residual.follow(error)
+            self._stale += abs(residual.log - before)
+            if self._stale < _STALE:
+                return
         self._curves.clear()
+        self._stale = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The fit and its corrections, as JSON holds them."""
@@ -231,7 +239,7 @@ class LatencyModel:
             below[measured] = above[measured] = known
             above = np.minimum.accumulate(above[::-1])[::-1]
             logs = np.minimum(np.maximum(logs, np.maximum.accumulate(below)), above)
-        return np.asarray(np.exp(np.maximum.accumulate(logs) + self._drift))
+        return np.asarray(np.exp(np.maximum.accumulate(logs)))
 
     def _base(self, size: int, context: int, batch: int, split: bool) -> Array:
         key = (size, context, batch, split)

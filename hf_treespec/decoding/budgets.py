@@ -6,6 +6,7 @@ a drafter's promises can be trusted belongs to its weights, and is kept with tho
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 import weakref
@@ -126,6 +127,7 @@ def _shape(config: PreTrainedConfig) -> str:
     return "-".join(parts)
 
 
+@functools.cache
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
