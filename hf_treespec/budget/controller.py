@@ -38,6 +38,9 @@ _RATE_PRIOR = 6.0
 _EVIDENCE, _DOUBT = 8, 0.5
 #: Plain rounds before the first and before the last probe.
 _FIRST_WAIT, _LAST_WAIT = 8, 128
+#: Drafted rounds from one look at a size beside the best to the next, and how much rarer looks at known ones are: odd,
+#: so that both sides are looked at.
+_LOOK_AROUND, _RARER = 6, 5
 #: Nodes a probe verifies, and how much it tells against what is known from before.
 _PROBE_NODES, _PROBE_GAIN = 8, 0.3
 #: Gains over losses, in probes one after the other, for drafting to be taken up whatever was expected.
@@ -90,7 +93,7 @@ class BudgetController(BudgetPolicy):
         self._splits = tuple(splits)
         self._calibration = None if self.latency.fitted else Calibration(largest, splits)
         self._paces: dict[int, _Pace] = {}
-        self._batch, self._context = 1, 0
+        self._batch, self._context, self._turn = 1, 0, 0
         self._recent: deque[int] = deque(maxlen=32)
         self._seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # the trees of the calibration
         # Of the round being decided: Â(N) − λ·T(N) of a row at the best N, and what the round should take.
@@ -154,7 +157,20 @@ class BudgetController(BudgetPolicy):
             # Not what seems best but enough to learn from: what is known of a drafter at rest may be old or bad luck.
             return min(_PROBE_NODES, nodes)
         self._recent.append(chosen)
-        return chosen
+        return self._look_around(chosen, nodes)
+
+    def _look_around(self, chosen: int, nodes: int) -> int:
+        """Now and then a size beside the best: one whose only measurement was unlucky would never be tried again."""
+        self._turn += 1
+        if not self.latency.online or self._turn % _LOOK_AROUND:
+            return chosen
+        power = 1 << (chosen - 1).bit_length()  # the least power of 2 from `chosen` on
+        beside = (power if power > chosen else 2 * power, max(power // 2, 2))[self._turn // _LOOK_AROUND % 2]
+        often = self._turn % (_RARER * _LOOK_AROUND) == 0
+        if beside > nodes or (self.latency.settled(beside, self._batch, self.split) and not often):
+            return chosen
+        self.reason = "looking around"
+        return beside
 
     def record(self, record: RoundRecord) -> None:
         value, self._value = self._value, None

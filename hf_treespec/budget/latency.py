@@ -76,7 +76,7 @@ class LatencyModel:
         self.online = online
         self._modes: dict[bool, _Mode] = {}
         self._drift = 0.0
-        self._last_error = 0.0
+        self._last_error, self._last_size = 0.0, 0
         self._stale = 0.0  # by how much residuals have moved since the curves were computed, in log
         # Of (size, context, batch): FLOPs and bytes in ms; and of the same with the mode: the log of its roofline.
         self._ideals: dict[tuple[int, int, int], tuple[Array, Array]] = {}
@@ -117,7 +117,7 @@ class LatencyModel:
                 base = self._base(_size(point.rows), _bucket(point.context), point.batch, split)[point.rows - 1]
                 ratios.setdefault(point.rows * point.batch, []).append(math.log(point.ms) - float(base))
             for rows, logs in ratios.items():
-                mode.residuals[rows] = _Residual(float(np.median(logs)), _SETTLED - 1 + len(logs))
+                mode.residuals[rows] = _Residual(float(np.median(logs)), len(logs))
 
     def curve(self, largest: int, context: int, batch: int = 1, split: bool | None = None) -> Array:
         """Milliseconds at N = 1 … `largest`, non-decreasing, float64 `[largest]`.
@@ -158,6 +158,12 @@ class LatencyModel:
             return next(iter(self._modes), False)
         return self.predict(rows, context, batch, True) < self.predict(rows, context, batch, False)
 
+    def settled(self, rows: int, batch: int = 1, split: bool | None = None) -> bool:
+        """Whether a size was measured often enough for noise not to matter."""
+        mode = self._modes.get(split) if split is not None else next(iter(self._modes.values()), None)
+        residual = None if mode is None else mode.residuals.get(rows * batch)
+        return residual is not None and residual.seen >= _SETTLED
+
     def update(self, rows: int, context: int, batch: int, ms: float, split: bool = False) -> None:
         """Corrects the model by a measured forward; a single outlier moves nothing of a known size by 2 %."""
         if not self.online or not ms > 0 or not math.isfinite(ms):
@@ -178,9 +184,13 @@ class LatencyModel:
             moved = float(guess) + 0.5 * min(max(error, -_FIRST_CLIP), _FIRST_CLIP)
             mode.residuals[rows * batch] = _Residual(moved, 1, error)
         else:
-            if residual.seen >= _SETTLED:
-                self._drift += _DRIFT_GAIN * _agreed(error, self._last_error)
-                self._last_error = error
+            # What another size bears out, or a known one, belongs to the machine: the rest to this size alone.
+            known = residual.seen >= _SETTLED
+            shared = _agreed(error, self._last_error) if known or rows * batch != self._last_size else 0.0
+            self._drift += (_DRIFT_GAIN if known else 2 * _DRIFT_GAIN) * shared
+            self._last_error, self._last_size = error, rows * batch
+            if not known:
+                error -= shared
             before = residual.log
             residual.follow(error)
             self._stale += abs(residual.log - before)
@@ -275,8 +285,11 @@ class _Residual:
     last_error: float = 0.0
 
     def follow(self, error: float) -> None:
-        gain = 0.5 if self.seen < _SETTLED else max(0.3 / (self.seen - 2), _RESIDUAL_GAIN)
-        self.log += gain * _agreed(error, self.last_error)
+        if self.seen < _SETTLED:
+            # The mean of what was seen: one unlucky measurement must not outlive a few others.
+            self.log += min(max(error, -_FIRST_CLIP), _FIRST_CLIP) / (self.seen + 1)
+        else:
+            self.log += max(0.3 / (self.seen - 2), _RESIDUAL_GAIN) * _agreed(error, self.last_error)
         self.last_error = error
         self.seen = min(self.seen + 1, _MOST_SEEN)
 
