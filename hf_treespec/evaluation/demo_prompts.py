@@ -42,6 +42,26 @@ class StackTests(unittest.TestCase):
     def append(self, item):
         """Add an item at the end."""
 ''',
+    "tokenizer of arithmetic": '''import re
+
+TOKEN = re.compile(r"\\s*(?:(\\d+)|(.))")
+
+
+class ParseError(Exception):
+    """Raised when an expression cannot be parsed."""
+
+
+class Parser:
+
+    def __init__(self, text):
+        self.text = text
+        self.pos = 0
+
+    def next_token(self):
+        match = TOKEN.match(self.text, self.pos)
+        if match is None:
+            raise ParseError(self.text)
+''',
     "asyncio workers": """import asyncio
 
 
