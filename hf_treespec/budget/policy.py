@@ -23,7 +23,6 @@ class RoundRecord:
         verify_ms: Milliseconds of the target's forward.
         other_ms: Milliseconds of walk, commit and the rest.
         tokens: Tokens committed over the live rows.
-        surrogate: Σ over live rows of Â of the verified nodes.
         promised: Σρ of the verified nodes by depth over live rows, the roots first.
         accepted: Walks that reached each depth, as long.
         split: Whether attention was split.
@@ -38,7 +37,6 @@ class RoundRecord:
     verify_ms: float
     other_ms: float
     tokens: int
-    surrogate: float
     promised: list[float]
     accepted: list[int]
     split: bool = False

@@ -97,7 +97,6 @@ class _Outcome:
             verify_ms=verify_ms,
             other_ms=max(0.0, times.total - draft_ms - verify_ms),
             tokens=sum(steps),
-            surrogate=sum(promised),
             promised=promised,
             accepted=[sum(taken > depth for taken in steps) for depth in range(len(promised))],
             split=self.split,
@@ -312,7 +311,6 @@ class TreeDecoding:
         elif not self.policy.should_draft():
             self._why = self.policy.reason
         else:
-            self._why = self.policy.reason
             nodes = min(nodes, self.policy.largest())
             tree = self.generator.get_tree(self._state(depth, self.generator.width(nodes)), nodes)
             if tree is None:
@@ -320,7 +318,9 @@ class TreeDecoding:
                 self._count_nonfinite()
                 return None
             with self.clock.stage("expand"):
-                return tree.prefix(self._choose(tree, live))
+                tree = tree.prefix(self._choose(tree, live))
+            self._why = self.policy.reason
+            return tree
         self._wait()
         return None
 
@@ -331,7 +331,9 @@ class TreeDecoding:
         if len(live) < self.batch_size:
             scores, depths = scores[live], depths[live]
         if scores.device.type != "cpu":
-            scores, depths = scores.cpu(), depths.cpu()
+            # One read for both: depths are small numbers, which a float holds.
+            packed = torch.stack([scores, depths.to(scores.dtype)]).cpu()
+            scores, depths = packed[0], packed[1].long()
         chosen = self.policy.choose(scores, depths)
         self._promised = scores[:, :chosen], depths[:, :chosen]
         return chosen

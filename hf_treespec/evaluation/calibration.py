@@ -74,9 +74,9 @@ def measure(
     depths = drafter.drafted_depths + 1
     for size in sizes:
         view = drafter.with_options(budget=size, shape="tree")
-        wanted, rounds_left = rounds, 4
-        while wanted > 0 and rounds_left:
-            rounds_left -= 1
+        wanted, calls_left = rounds, 4
+        while wanted > 0 and calls_left:
+            calls_left -= 1
             _generate(target, view, context, (wanted + _WARM_UP_ROUNDS) * depths)
             report = view.last_report
             measured = list(zip(report.nodes_history, report.verify_ms_history, strict=True))[_WARM_UP_ROUNDS:]

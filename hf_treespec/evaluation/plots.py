@@ -136,12 +136,7 @@ def plot_latency(measured_ms: Mapping[int, float], predicted_ms: Mapping[int, fl
     if predicted_ms:
         sizes = sorted(predicted_ms)
         axes.plot(sizes, [predicted_ms[size] for size in sizes], color=_ORANGE, label="predicted")
-    axes.set_xlabel("N, rows verified, the root included")
-    axes.set_ylabel("T(N), ms")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-    return figure
+    return _label_latency(figure, axes)
 
 
 def plot_calibration(curves: Mapping[int, Sequence[float]], points: Sequence[tuple[int, int, float]]) -> Figure:
@@ -157,6 +152,10 @@ def plot_calibration(curves: Mapping[int, Sequence[float]], points: Sequence[tup
             color=f"C{index}",
             label=f"measured, context {context}",
         )
+    return _label_latency(figure, axes)
+
+
+def _label_latency(figure: Figure, axes: Any) -> Figure:
     axes.set_xlabel("N, rows verified, the root included")
     axes.set_ylabel("T(N), ms")
     axes.set_xlim(left=0)

@@ -176,7 +176,6 @@ def simulate(
                 machine.measured(verify, draw),
                 machine.measured(other, draw),
                 drawn,
-                sum(promised),
                 promised,
                 accepted,
             )

@@ -334,7 +334,7 @@ def offline(curve: Curve) -> LatencyModel:
 def test_bastion_stops_where_its_estimate_falls_and_truncates_down() -> None:
     drafter, model = Drafter(5, nodes=128), offline(cpu)
     policy = BastionPolicy(model, largest=128)
-    record = RoundRecord(32, True, 1, 1, CONTEXT, 20.0, 300.0, 5.0, 3, 3.0, [1.0, 0.8], [1, 1])
+    record = RoundRecord(32, True, 1, 1, CONTEXT, 20.0, 300.0, 5.0, 3, [1.0, 0.8], [1, 1])
     policy.record(record)
     verify_ms = model.curve(128, CONTEXT)
     for tree in range(20):
@@ -395,7 +395,7 @@ def test_the_quicker_attention_is_taken(factor: float) -> None:
         if turn >= 20 and nodes > 1:
             drafted.append(controller.split)
         record = RoundRecord(
-            nodes, nodes > 1, 1, 1, CONTEXT, 1.5 * (nodes > 1), ms, 0.3, 1, 1.0, [], [], bool(controller.split)
+            nodes, nodes > 1, 1, 1, CONTEXT, 1.5 * (nodes > 1), ms, 0.3, 1, [], [], bool(controller.split)
         )
         controller.record(record)
     assert not controller.calibrating

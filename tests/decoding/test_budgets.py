@@ -143,6 +143,19 @@ def test_kinds_of_attention_change_no_token(
     assert calls["dense"] > 0
 
 
+def test_the_reason_is_that_of_the_choice(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = scripted([8])
+    choose = policy.choose
+
+    def explained(scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+        policy.reason = "said while choosing"
+        return choose(scores, depths)
+
+    monkeypatch.setattr(policy, "choose", explained)
+    *_, view = compare(target("qwen3"), prompt(), kind="half", max_new_tokens=20, **GREEDY)
+    assert view.last_report.reasons["said while choosing"] == view.last_report.drafted_rounds
+
+
 def test_a_walk_cut_short_teaches_nothing(scripted: Any) -> None:
     policy = scripted([8])
     compare(target("qwen3"), prompt(), kind="perfect", max_new_tokens=20, **GREEDY)
