@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -111,22 +110,6 @@ class CalibratedAcceptance:
         spread = (count * xx - x * x) * (count * yy - y * y)
         return (count * xy - x * y) / math.sqrt(spread) if spread > 1e-12 else math.nan
 
-    def to_dict(self) -> dict[str, Any]:
-        """What was learned, as JSON holds it."""
-        return {"sums": self._sums, "bins": self._bins, "moments": self._moments}
-
-    def load_dict(self, data: dict[str, Any]) -> None:
-        """Goes on from what `to_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: `data` is no such description.
-        """
-        sums, bins = ([[_finite(v) for v in row] for row in data[name]] for name in ("sums", "bins"))
-        moments = [_finite(value) for value in data["moments"]]
-        if any(len(row) != 2 for row in sums) or [len(row) for row in bins] != [3] * _BINS or len(moments) != 6:
-            raise ValueError("what was learned of acceptance does not have the expected shape")
-        self._sums, self._bins, self._moments = sums, bins, moments
-
     def _factors_of(self, sums: list[list[float]]) -> list[float]:
         factors = [1.0]
         for promised, accepted in sums:
@@ -155,10 +138,3 @@ class CalibratedAcceptance:
         x, y = sum(promised) / rows, sum(accepted) / rows
         for index, value in enumerate((1.0, x, y, x * x, y * y, x * y)):
             self._moments[index] += value
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"acceptance is learned in finite numbers, got {value}")
-    return number

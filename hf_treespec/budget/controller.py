@@ -3,6 +3,9 @@
 λ is the running rate, tokens per ms. A round takes the prefix with the largest Â(N) − λ·T(N): of all policies, those
 that take it at the rate they reach have the best rate (Dinkelbach), and λ converges to it. Drafting has to beat a
 plain step in the same currency.
+
+Decisions are made in steady milliseconds, those of the machine at the speed it was first measured at: a machine that
+is slower for a while is slower in all it does, and what was best still is.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ class BudgetController(BudgetPolicy):
     @property
     def rate(self) -> float:
         """λ of a live row, tokens per ms."""
-        return self._pace().rate
+        return self._pace().rate / self.latency.slowdown
 
     def begin(self, context: int, batch: int) -> None:
         self._context, self._batch = context, batch
@@ -147,7 +150,7 @@ class BudgetController(BudgetPolicy):
             return min(self._calibration.size or 1, nodes)
         pace = self._pace()
         surrogate = self._surrogate(scores, depths)[:nodes]
-        verify_ms = self.latency.curve(nodes, self._context, self._batch)
+        verify_ms = self.latency.steady_curve(nodes, self._context, self._batch)
         rate = pace.rate_over(float(verify_ms[0]) + pace.plain_other)
         chosen = best_prefix(surrogate, verify_ms, rate)
         self._value = float(surrogate[chosen - 1] - rate * verify_ms[chosen - 1])
@@ -167,7 +170,7 @@ class BudgetController(BudgetPolicy):
         power = 1 << (chosen - 1).bit_length()  # the least power of 2 from `chosen` on
         beside = (power if power > chosen else 2 * power, max(power // 2, 2))[self._turn // _LOOK_AROUND % 2]
         often = self._turn % (_RARER * _LOOK_AROUND) == 0
-        if beside > nodes or (self.latency.settled(beside, self._batch, self.split) and not often):
+        if beside > nodes or (self.latency.known(beside, self._batch, self.split) and not often):
             return chosen
         self.reason = "looking around"
         return beside
@@ -175,6 +178,9 @@ class BudgetController(BudgetPolicy):
     def record(self, record: RoundRecord) -> None:
         value, self._value = self._value, None
         self._batch = record.batch
+        if self._calibration is None:
+            self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.split)
+            record = record.at(1 / self.latency.slowdown)
         pace = self._pace()
         live = max(record.live, 1)
         tokens = record.tokens / live
@@ -184,12 +190,10 @@ class BudgetController(BudgetPolicy):
         if self._calibration is not None:
             self._calibrate(record)
         else:
-            plain = float(self.latency.curve(1, record.context, record.batch)[0]) + pace.plain_other
-            expected = pace.fixed_ms + self.latency.predict(record.nodes, record.context, record.batch, record.split)
-            if not record.drafted:
-                expected = plain
+            curve = self.latency.steady_curve(record.nodes, record.context, record.batch, record.split)
+            plain = float(curve[0]) + pace.plain_other
+            expected = pace.fixed_ms + float(curve[-1]) if record.drafted else plain
             pace.count(tokens, min(record.total_ms, _RATE_CLIP * expected))
-            self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.split)
             if not record.drafted:
                 pace.left = max(pace.left - 1, 0)
             elif value is not None:
@@ -202,17 +206,8 @@ class BudgetController(BudgetPolicy):
                     pace.verdict = self._verdict(plain)
         self._context = record.context + round(tokens)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a later process starts from, as JSON holds it: measured latencies, acceptance, times and rates."""
-        return {
-            "latency": self.latency.to_dict(),
-            "acceptance": self.acceptance.to_dict(),
-            "paces": {str(batch): pace.to_dict() for batch, pace in self._paces.items()},
-            "points": [] if self._calibration is None else [vars(point) for point in self._calibration.points],
-        }
-
     def profile(self) -> dict[str, Any]:
-        """What of `state_dict` the machine and the models' shapes decide: nothing of the drafter's weights."""
+        """What a later process starts from, as JSON holds it: nothing that the drafter's weights decide."""
         return {
             "latency": self.latency.to_dict(),
             "paces": {str(batch): pace.durations() for batch, pace in self._paces.items()},
@@ -230,8 +225,8 @@ class BudgetController(BudgetPolicy):
             pace = self._pace()
             summary |= {
                 "verify_ms": {str(nodes): float(curve[nodes - 1]) for nodes in _powers(self.limit)},
-                "draft_ms": pace.draft_ms,
-                "other_ms": pace.other.value,
+                "draft_ms": pace.draft_ms * self.latency.slowdown,
+                "other_ms": pace.other.value * self.latency.slowdown,
             }
         bins = self.acceptance.reliability()
         summary["reliability"] = [[item.promised, item.accepted, item.count] for item in bins]
@@ -248,10 +243,10 @@ class BudgetController(BudgetPolicy):
         splits: Sequence[bool] = (False,),
         **options: Any,
     ) -> BudgetController:
-        """A controller that starts from a stored `state_dict` or `profile`, or by calibrating where it makes no sense.
+        """A controller that starts from a stored `profile`, or by calibrating where it makes no sense.
 
         Args:
-            profile: What `state_dict` or `profile` returned; None for none.
+            profile: What `profile` returned; None for none.
             workload: FLOPs and bytes of the target's forward.
             largest: Most rows a round may verify.
             splits: Kinds of attention to choose from, the device's usual one first.
@@ -264,12 +259,7 @@ class BudgetController(BudgetPolicy):
             online = bool(options.get("online", True))
             latency = LatencyModel.from_dict(profile["latency"], workload, online=online)
             stored = cls(latency, largest, splits=splits)
-            if "acceptance" in profile:
-                stored.acceptance.load_dict(profile["acceptance"])
             stored._paces = {int(batch): _Pace.from_dict(item) for batch, item in profile["paces"].items()}
-            if stored._calibration is not None:
-                for point in profile.get("points", ()):
-                    stored._calibration.resume(LatencyPoint(**point))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             logger.warning(f"A stored profile makes no sense ({error!r}); the target is measured again.")
             return fresh
@@ -289,16 +279,17 @@ class BudgetController(BudgetPolicy):
 
     def _expect(self, pace: _Pace) -> None:
         """The rate to start from: plain decoding's, or better by what the calibration's trees promise."""
-        plain = float(self.latency.curve(1, self._context, self._batch)[0]) + pace.plain_other
+        plain = float(self.latency.steady_curve(1, self._context, self._batch)[0]) + pace.plain_other
         rate = 1 / plain
         surrogate = self._mean_surrogate()
         if len(surrogate):
-            verify_ms = self.latency.curve(len(surrogate), self._context, self._batch)
+            verify_ms = self.latency.steady_curve(len(surrogate), self._context, self._batch)
             rate = max(rate, best_rate(surrogate, verify_ms, pace.fixed_ms))
         pace.tokens, pace.ms = _RATE_PRIOR, _RATE_PRIOR / rate
         for seen in self._seen:
             surrogate = self._surrogate(*seen)
-            value = float(np.max(surrogate - rate * self.latency.curve(len(surrogate), self._context, self._batch)))
+            verify_ms = self.latency.steady_curve(len(surrogate), self._context, self._batch)
+            value = float(np.max(surrogate - rate * verify_ms))
             pace.advantage.add(value - rate * pace.fixed_ms - (1 - rate * plain))
 
     def _calibrate(self, record: RoundRecord) -> None:
@@ -330,10 +321,11 @@ class BudgetController(BudgetPolicy):
         return np.mean([curve[:nodes] for curve in curves], axis=0)
 
     def _verdict(self, plain: float) -> str:
-        pace = self._pace()
+        pace, slowdown = self._pace(), self.latency.slowdown
         return (
-            f"does not pay: {pace.drafted_tokens:.2f} tokens a drafted round, {pace.draft_ms:.1f} ms of drafting and "
-            f"{pace.verify_ms:.1f} ms of verifying, against {plain:.1f} ms of a plain step"
+            f"does not pay: {pace.drafted_tokens:.2f} tokens a drafted round, {pace.draft_ms * slowdown:.1f} ms of "
+            f"drafting and {pace.verify_ms * slowdown:.1f} ms of verifying, against {plain * slowdown:.1f} ms of a "
+            "plain step"
         )
 
 
@@ -367,7 +359,7 @@ class _Mean:
 
 @dataclass
 class _Pace:
-    """What rounds of one batch size take and yield, of a live row, and whether drafting pays."""
+    """What rounds of one batch size take and yield, of a live row, in steady ms, and whether drafting pays."""
 
     tokens: float = 0.0
     ms: float = 0.0
@@ -476,22 +468,13 @@ class _Pace:
         """What rounds take, without what they yield."""
         return {name: list(vars(getattr(self, name)).values()) for name in _DURATIONS}
 
-    def to_dict(self) -> dict[str, Any]:
-        means = {name: list(vars(mean).values()) for name, mean in vars(self).items() if isinstance(mean, _Mean)}
-        return {"tokens": self.tokens, "ms": self.ms, "paused": self.paused, "verdict": self.verdict, **means}
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> _Pace:
-        """The pace that `to_dict` or `durations` described."""
+        """The pace whose `durations` these are."""
         pace = cls()
-        if "paused" in data:
-            pace.tokens, pace.ms = float(data["tokens"]), float(data["ms"])
-            pace.paused, pace.verdict = bool(data["paused"]), str(data["verdict"])
-        for name, mean in vars(cls()).items():
-            if isinstance(mean, _Mean) and (name in data or "paused" in data):
-                value, count, square, share = data[name]
-                setattr(pace, name, _Mean(float(value), int(count), float(square), float(share)))
-        pace.left = pace.wait if pace.paused else 0
+        for name in _DURATIONS:
+            value, count, square, share = data[name]
+            setattr(pace, name, _Mean(float(value), int(count), float(square), float(share)))
         return pace
 
 

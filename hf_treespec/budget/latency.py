@@ -1,8 +1,7 @@
-"""How long the target takes to verify N nodes: a roofline, what it cannot say, and what changes while running.
+"""How long the target takes to verify N nodes: a roofline, and what it cannot say.
 
-`T(N, c, b) = max(α_c·FLOPs/peak + β_c, α_m·bytes/bandwidth + β_m) · residual(N·b) · drift`. The roofline carries
-measurements over to other contexts and sizes (BASTION, arXiv 2605.29727), the residual keeps the steps of real kernels
-where they were measured, and the drift follows a machine that gets slower or faster.
+`T(N, c, b) = max(α_c·FLOPs/peak + β_c, α_m·bytes/bandwidth + β_m) · residual(N·b) · slowdown`. The roofline carries
+measurements over to other contexts and sizes (BASTION, arXiv 2605.29727); `corrections` keeps the rest.
 """
 
 from __future__ import annotations
@@ -11,31 +10,20 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .corrections import CALIBRATION_FREEDOM, CALIBRATION_NOISE, Corrections
 from .roofline import DevicePeak, Workload
 
 Array = npt.NDArray[np.float64]
 
-#: Share of a lasting error that the drift follows in a round: 2× slower is 90 % followed after some twenty rounds.
-_DRIFT_GAIN = 0.1
-#: Least share that a residual follows. Slow: an error common to all sizes belongs to the drift.
-_RESIDUAL_GAIN = 0.02
-#: Observations after which a residual is settled: errors speak of the machine then. What is fitted is settled.
-_SETTLED = 4
-#: Observations after which a residual is as stiff as it gets.
-_MOST_SEEN = 50
-#: Most that a first observation of a new size may say against its neighbours, in log.
-_FIRST_CLIP = math.log(4)
-#: How far residuals may move before curves are computed again, in log.
-_STALE = 0.005
-#: Sizes that have to be measured for a roofline.
-_ROOFLINE_POINTS = 3
+#: How many times more than usual residuals may differ where there is no roofline.
+_WITHOUT_ROOFLINE = 3.0
 _SMALLEST_CURVE = 64
 _CONTEXT_STEP = 64
 
@@ -74,19 +62,25 @@ class LatencyModel:
         self.workload = workload
         self.peak = peak or DevicePeak(1e12, 1e11)
         self.online = online
-        self._modes: dict[bool, _Mode] = {}
-        self._drift = 0.0
-        self._last_error, self._last_size = 0.0, 0
-        self._stale = 0.0  # by how much residuals have moved since the curves were computed, in log
-        # Of (size, context, batch): FLOPs and bytes in ms; and of the same with the mode: the log of its roofline.
+        self._roofline: _Roofline | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._corrections = Corrections(1.0 if self.workload is not None else _WITHOUT_ROOFLINE)
+        # Of (size, context, batch): FLOPs and bytes in ms, and the log of the roofline; and of a kind of attention.
         self._ideals: dict[tuple[int, int, int], tuple[Array, Array]] = {}
-        self._bases: dict[tuple[int, int, int, bool], Array] = {}
+        self._bases: dict[tuple[int, int, int], Array] = {}
         self._curves: dict[tuple[int, int, int, bool], Array] = {}
 
     @property
     def fitted(self) -> bool:
         """Whether anything was measured yet."""
-        return bool(self._modes)
+        return self._roofline is not None
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer than when it was fitted everything takes on this machine."""
+        return math.exp(self._corrections.drift)
 
     def fit(self, points: Iterable[LatencyPoint]) -> None:
         """Starts anew from measured forwards.
@@ -97,27 +91,15 @@ class LatencyModel:
         usable = [point for point in points if point.ms > 0 and math.isfinite(point.ms)]
         if not usable:
             raise ValueError("a latency model needs at least one measured forward")
-        self._modes, self._drift, self._last_error = {}, 0.0, 0.0
-        self._bases.clear()
-        self._curves.clear()
-        kinds = Counter(point.split for point in usable)
-        for split, _ in kinds.most_common():
-            chosen = [point for point in usable if point.split is split]
-            if self._modes and len({point.rows for point in chosen}) < _ROOFLINE_POINTS:
-                # Too few for a roofline of its own: the other kind's, as much slower or quicker as it was here.
-                usual = next(iter(self._modes))
-                off = [math.log(p.ms / self.predict(p.rows, p.context, p.batch, usual)) for p in chosen]
-                self._modes[split] = self._modes[usual].shifted(float(np.median(off)))
-                continue
-            compute, memory = np.array([self._ideal_at(p.rows, p.context, p.batch) for p in chosen]).T
-            measured = np.array([point.ms for point in chosen])
-            mode = self._modes[split] = _Mode(*_fit_roofline(compute, memory, measured))
-            ratios: dict[int, list[float]] = {}
-            for point in chosen:
-                base = self._base(_size(point.rows), _bucket(point.context), point.batch, split)[point.rows - 1]
-                ratios.setdefault(point.rows * point.batch, []).append(math.log(point.ms) - float(base))
-            for rows, logs in ratios.items():
-                mode.residuals[rows] = _Residual(float(np.median(logs)), len(logs))
+        self._start()
+        usual = Counter(point.split for point in usable).most_common(1)[0][0]
+        usable.sort(key=lambda point: point.split != usual)
+        fitted = [point for point in usable if point.split == usual]
+        compute, memory = np.array([self._ideal_at(p.rows, p.context, p.batch) for p in fitted]).T
+        self._roofline = _Roofline(*_fit_roofline(compute, memory, np.array([point.ms for point in fitted])))
+        for point in usable:
+            size, log = point.rows * point.batch, self._log_ratio(point)
+            self._corrections.observe(point.split, size, log, CALIBRATION_NOISE, CALIBRATION_FREEDOM)
 
     def curve(self, largest: int, context: int, batch: int = 1, split: bool | None = None) -> Array:
         """Milliseconds at N = 1 … `largest`, non-decreasing, float64 `[largest]`.
@@ -128,16 +110,21 @@ class LatencyModel:
             batch: Rows of the batch.
             split: The attention meant; None for the better of those measured, size by size.
         """
-        if not self._modes:
+        return self.steady_curve(largest, context, batch, split) * self.slowdown
+
+    def steady_curve(self, largest: int, context: int, batch: int = 1, split: bool | None = None) -> Array:
+        """`curve` on the machine as it was when the model was fitted, whatever `slowdown` is now."""
+        kinds = self._corrections.kinds
+        if not kinds:
             raise RuntimeError("the latency model was not fitted")
-        if split is None and len(self._modes) > 1:
-            return np.minimum(self.curve(largest, context, batch, True), self.curve(largest, context, batch, False))
-        mode = split if split in self._modes else next(iter(self._modes))
-        key = (_size(largest), _bucket(context), batch, bool(mode))
+        if split is None and len(kinds) > 1:
+            curves = [self.steady_curve(largest, context, batch, kind) for kind in kinds]
+            return np.minimum(*curves)
+        key = (_size(largest), _bucket(context), batch, kinds[0] if split is None else split)
         curve = self._curves.get(key)
         if curve is None:
             curve = self._curves[key] = self._compute_curve(*key)
-        return curve[:largest] * math.exp(self._drift)
+        return curve[:largest]
 
     @overload
     def predict(self, rows: int, context: int, batch: int = 1, split: bool | None = None) -> float: ...
@@ -154,65 +141,33 @@ class LatencyModel:
 
     def best_split(self, rows: int, context: int, batch: int = 1) -> bool:
         """Whether split attention is the quicker; where only one kind was measured, that one."""
-        if len(self._modes) < 2:
-            return next(iter(self._modes), False)
-        return self.predict(rows, context, batch, True) < self.predict(rows, context, batch, False)
+        kinds = self._corrections.kinds
+        return min(kinds, key=lambda kind: self.predict(rows, context, batch, kind), default=False)
 
-    def settled(self, rows: int, batch: int = 1, split: bool | None = None) -> bool:
-        """Whether a size was measured often enough for noise not to matter."""
-        mode = self._modes.get(split) if split is not None else next(iter(self._modes.values()), None)
-        residual = None if mode is None else mode.residuals.get(rows * batch)
-        return residual is not None and residual.seen >= _SETTLED
+    def known(self, rows: int, batch: int = 1, split: bool | None = None) -> bool:
+        """Whether a size was measured so often, or its neighbours were, that noise does not matter."""
+        kinds = self._corrections.kinds
+        return bool(kinds) and self._corrections.known(kinds[0] if split is None else split, rows * batch)
 
     def update(self, rows: int, context: int, batch: int, ms: float, split: bool = False) -> None:
-        """Corrects the model by a measured forward; a single outlier moves nothing of a known size by 2 %."""
+        """Corrects the model by a measured forward; a single outlier moves nothing by 2 %."""
         if not self.online or not ms > 0 or not math.isfinite(ms):
             return
-        if not self._modes:
-            self.fit([LatencyPoint(rows, context, batch, ms, split)])
+        point = LatencyPoint(rows, context, batch, ms, split)
+        if self._roofline is None:
+            self.fit([point])
             return
-        if split not in self._modes:
-            other = next(iter(self._modes.values()))
-            self._modes[split] = _Mode(other.compute, other.memory)
-        mode = self._modes[split]
-        error = math.log(ms / self.predict(rows, context, batch, split))
-        residual = mode.residuals.get(rows * batch)
-        if residual is None:
-            # A size between measured ones: its neighbours' guess and this observation count alike, and what is wrong
-            # with it says nothing about the machine.
-            guess = mode.residual(np.log2([float(rows * batch)]))[0]
-            moved = float(guess) + 0.5 * min(max(error, -_FIRST_CLIP), _FIRST_CLIP)
-            mode.residuals[rows * batch] = _Residual(moved, 1, error)
-        else:
-            # What another size bears out, or a known one, belongs to the machine: the rest to this size alone.
-            known = residual.seen >= _SETTLED
-            shared = _agreed(error, self._last_error) if known or rows * batch != self._last_size else 0.0
-            self._drift += (_DRIFT_GAIN if known else 2 * _DRIFT_GAIN) * shared
-            self._last_error, self._last_size = error, rows * batch
-            if not known:
-                error -= shared
-            before = residual.log
-            residual.follow(error)
-            self._stale += abs(residual.log - before)
-            if self._stale < _STALE:
-                return
+        self._corrections.pass_time()
+        self._corrections.observe(split, rows * batch, self._log_ratio(point))
         self._curves.clear()
-        self._stale = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The fit and its corrections, as JSON holds them."""
         return {
             "peak": [self.peak.flops_per_second, self.peak.bytes_per_second],
-            "drift": self._drift,
-            "modes": [
-                {
-                    "split": split,
-                    "compute": list(mode.compute),
-                    "memory": list(mode.memory),
-                    "residuals": [[n, item.log, item.seen] for n, item in sorted(mode.residuals.items())],
-                }
-                for split, mode in self._modes.items()
-            ],
+            "roofline": None if self._roofline is None else vars(self._roofline),
+            "drift": self._corrections.drift,
+            "kinds": self._corrections.to_list(),
         }
 
     @classmethod
@@ -228,35 +183,28 @@ class LatencyModel:
             KeyError, TypeError, ValueError: `data` is no such description.
         """
         model = cls(workload, DevicePeak(*map(float, data["peak"])), online=online)
-        model._drift = _finite(data["drift"])
-        for item in data["modes"]:
-            compute, memory = ((_finite(a), _finite(b)) for a, b in (item["compute"], item["memory"]))
-            mode = model._modes[bool(item["split"])] = _Mode(compute, memory)
-            for n, log, seen in item["residuals"]:
-                mode.residuals[int(n)] = _Residual(_finite(log), int(seen))
+        if data["roofline"] is not None:
+            branches = ((_finite(a), _finite(b)) for a, b in (data["roofline"][n] for n in ("compute", "memory")))
+            model._roofline = _Roofline(*branches)
+            model._corrections.load(_finite(data["drift"]), data["kinds"])
         return model
 
     def _compute_curve(self, size: int, context: int, batch: int, split: bool) -> Array:
-        mode = self._modes[split]
-        logs = self._base(size, context, batch, split) + mode.residual(_log_sizes(size, batch))
-        measured = [n // batch - 1 for n in sorted(mode.residuals) if n % batch == 0 and n <= size * batch]
-        if measured:
-            # Noise may order measured sizes wrongly: halfway between the least curve above and the largest below.
-            known = logs[measured]
-            known = (np.maximum.accumulate(known) + np.minimum.accumulate(known[::-1])[::-1]) / 2
-            # What lies between two measured sizes costs no less than the one and no more than the other.
-            below, above = np.full(size, -np.inf), np.full(size, np.inf)
-            below[measured] = above[measured] = known
-            above = np.minimum.accumulate(above[::-1])[::-1]
-            logs = np.minimum(np.maximum(logs, np.maximum.accumulate(below)), above)
-        return np.asarray(np.exp(np.maximum.accumulate(logs)))
+        logs = self._base(size, context, batch) + self._corrections.residuals(split, _log_sizes(size, batch))
+        # Noise may order sizes wrongly: halfway between the least curve above and the largest below.
+        above, below = np.maximum.accumulate(logs), np.minimum.accumulate(logs[::-1])[::-1]
+        return np.asarray(np.exp((above + below) / 2))
 
-    def _base(self, size: int, context: int, batch: int, split: bool) -> Array:
-        key = (size, context, batch, split)
+    def _log_ratio(self, point: LatencyPoint) -> float:
+        base = self._base(_size(point.rows), _bucket(point.context), point.batch)
+        return math.log(point.ms) - float(base[point.rows - 1])
+
+    def _base(self, size: int, context: int, batch: int) -> Array:
+        key = (size, context, batch)
         base = self._bases.get(key)
         if base is None:
-            compute, memory = self._ideal(size, context, batch)
-            base = self._bases[key] = np.log(self._modes[split].roofline(compute, memory))
+            assert self._roofline is not None
+            base = self._bases[key] = np.log(self._roofline.ms(*self._ideal(size, context, batch)))
         return base
 
     def _ideal_at(self, rows: int, context: int, batch: int) -> tuple[float, float]:
@@ -276,54 +224,16 @@ class LatencyModel:
         return self._ideals[key]
 
 
-@dataclass
-class _Residual:
-    """What the roofline does not say at one N·b, in log, and how often it was seen."""
-
-    log: float
-    seen: int
-    last_error: float = 0.0
-
-    def follow(self, error: float) -> None:
-        if self.seen < _SETTLED:
-            # The mean of what was seen: one unlucky measurement must not outlive a few others.
-            self.log += min(max(error, -_FIRST_CLIP), _FIRST_CLIP) / (self.seen + 1)
-        else:
-            self.log += max(0.3 / (self.seen - 2), _RESIDUAL_GAIN) * _agreed(error, self.last_error)
-        self.last_error = error
-        self.seen = min(self.seen + 1, _MOST_SEEN)
-
-
-@dataclass
-class _Mode:
-    """The fit for one kind of attention: (α, β) of both branches and the residuals by N·b."""
+@dataclass(frozen=True)
+class _Roofline:
+    """(α, β) of both branches."""
 
     compute: tuple[float, float]
     memory: tuple[float, float]
-    residuals: dict[int, _Residual] = field(default_factory=dict)
 
-    def shifted(self, log: float) -> _Mode:
-        """A kind of attention that takes e^`log` times as long."""
-        residuals = {n: _Residual(item.log + log, item.seen) for n, item in self.residuals.items()}
-        return _Mode(self.compute, self.memory, residuals)
-
-    def roofline(self, compute: Array, memory: Array) -> Array:
+    def ms(self, compute: Array, memory: Array) -> Array:
         bound = np.maximum(self.compute[0] * compute + self.compute[1], self.memory[0] * memory + self.memory[1])
         return np.asarray(np.maximum(bound, 1e-9))
-
-    def residual(self, sizes: Array) -> Array:
-        """Log residuals at log₂ N·b: linear between measured sizes, and constant beyond them."""
-        if not self.residuals:
-            return np.zeros_like(sizes)
-        known = sorted(self.residuals)
-        return np.interp(sizes, np.log2(known), [self.residuals[n].log for n in known])
-
-
-def _agreed(error: float, last: float) -> float:
-    """The part of an error that the one before it bears out: nothing of a lone outlier, all of a lasting change."""
-    if error * last <= 0:
-        return 0.0
-    return math.copysign(min(abs(error), abs(last)), error)
 
 
 def _fit_roofline(compute: Array, memory: Array, measured: Array) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -54,6 +54,14 @@ class Machine:
     noise: float = 0.03
     outliers: float = 0.01
     drift: Callable[[int], float] = lambda turn: 1.0
+    #: How many times longer the first forward of a size takes, and the sizes that had theirs.
+    cold: float = 1.0
+    seen: set[int] = field(default_factory=set)
+
+    def warm_up(self, rows: int) -> float:
+        first = rows not in self.seen
+        self.seen.add(rows)
+        return self.cold if first else 1.0
 
     def verify_ms(self, rows: int | np.ndarray, context: int, turn: int = 0) -> np.ndarray:
         return self.curve(np.asarray(rows, dtype=np.float64), context) * self.drift(turn)
@@ -160,7 +168,7 @@ def simulate(
         draft = machine.draft_ms * machine.drift(turn) if drafts else 0.0
         other = machine.other_ms * machine.drift(turn)
         drawn = sum(map(len, accepted_nodes))
-        # Outliers cost the policy nothing that it could have avoided: they stay out of what it is judged by.
+        # Outliers and warm-ups cost nothing that could have been avoided: they stay out of what a policy is judged by.
         run.tokens.append(expected)
         run.ms.append(draft + verify + other)
         run.nodes.append(nodes if drafts else 1)
@@ -173,7 +181,7 @@ def simulate(
                 batch,
                 context,
                 machine.measured(draft, draw) if drafts else 0.0,
-                machine.measured(verify, draw),
+                machine.measured(verify, draw) * machine.warm_up(nodes),
                 machine.measured(other, draw),
                 drawn,
                 promised,

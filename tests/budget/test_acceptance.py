@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -84,16 +83,6 @@ def test_reliability_and_correlation() -> None:
     assert 0.3 < controller.acceptance.correlation() < 1
     for item in controller.acceptance.reliability():
         assert item.accepted == pytest.approx(item.promised, abs=4 * (0.25 / item.count) ** 0.5 + 0.02)
-
-
-def test_comes_back_from_json() -> None:
-    acceptance, again = CalibratedAcceptance(), CalibratedAcceptance()
-    feed(acceptance, [0.9, 0.5], 50)
-    again.load_dict(json.loads(json.dumps(acceptance.to_dict(), allow_nan=False)))
-    assert again.factors() == acceptance.factors()
-    assert again.reliability() == acceptance.reliability()
-    with pytest.raises((KeyError, ValueError, TypeError)):
-        again.load_dict({"sums": [[1.0]], "bins": [], "moments": []})
 
 
 def test_a_fixed_budget_is_fixed() -> None:

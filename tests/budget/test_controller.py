@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -71,6 +72,33 @@ def test_choosing_round_by_round_beats_any_fixed_number() -> None:
     assert run.rate(100) > 1.03 * best_rates(machine, HONEST, CONTEXT)["fixed"]
 
 
+def slow_and_quick(turn: int) -> float:
+    """A machine whose speed comes and goes by 30 %, in a hundred rounds."""
+    return math.exp(0.3 * math.sin(turn / 50 * math.pi))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_that_wanders_is_no_other_machine(name: str) -> None:
+    curve, draft_ms, workload = MACHINES[name]
+    wandering, steady = Machine(curve, draft_ms, drift=slow_and_quick), Machine(curve, draft_ms)
+    rates = []
+    for seed in (1, 2, 3, 4):
+        run = long_run(BudgetController(LatencyModel(workload)), wandering, HONEST, seed)
+        spent = [ms / slow_and_quick(turn) for turn, ms in enumerate(run.ms)]
+        rates.append(sum(run.tokens[100:]) / sum(spent[100:]))
+    assert np.mean(rates) >= 0.97 * best_rates(steady, HONEST, CONTEXT)["adaptive"]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_that_warms_up_size_by_size_is_no_other_machine(name: str) -> None:
+    curve, draft_ms, workload = MACHINES[name]
+    machine, rates = Machine(curve, draft_ms, cold=1.25), []
+    for seed in (1, 2, 3, 4):
+        rates.append(long_run(BudgetController(LatencyModel(workload)), machine, HONEST, seed).rate(100))
+        machine.seen.clear()
+    assert np.mean(rates) >= 0.97 * best_rates(machine, HONEST, CONTEXT)["adaptive"]
+
+
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_machine_that_drifts_is_followed(factor: float) -> None:
     machine = Machine(cliff, 2.0, drift=lambda turn: factor if turn >= 300 else 1.0)
@@ -86,8 +114,8 @@ def test_a_machine_whose_shape_changes_is_followed() -> None:
     controller, machine = BudgetController(LatencyModel(DENSE)), Machine(steeper, 1.5)
     long_run(controller, Machine(flat, 1.5), HONEST, rounds=200)
     run = long_run(controller, machine, HONEST, rounds=700)
-    # Sizes that were never measured since are only known by those that were: not all of the way.
-    assert run.rate(300) >= 0.9 * best_rates(machine, HONEST, CONTEXT)["adaptive"]
+    # What is known of sizes not measured since has to be disproved first, by a look now and then.
+    assert run.rate(500) >= 0.9 * best_rates(machine, HONEST, CONTEXT)["adaptive"]
 
 
 @pytest.mark.parametrize("batch", [2, 4])
@@ -95,10 +123,12 @@ def test_batches_reach_the_best_fixed_number(batch: int) -> None:
     def curve(rows: np.ndarray, context: int) -> np.ndarray:
         return np.maximum(11.0, 4.0 + 0.15 * batch * rows)
 
-    machine = Machine(curve, 1.5)
-    controller = BudgetController(LatencyModel(DENSE))
-    run = simulate(controller, machine, OVERCONFIDENT, 500, context=CONTEXT, batch=batch, grows=False)
-    assert run.rate(100) / batch >= 0.97 * best_rates(machine, OVERCONFIDENT, CONTEXT)["fixed"]
+    machine, rates = Machine(curve, 1.5), []
+    for seed in (1, 2, 3, 4):
+        controller = BudgetController(LatencyModel(DENSE))
+        run = simulate(controller, machine, OVERCONFIDENT, 500, context=CONTEXT, seed=seed, batch=batch, grows=False)
+        rates.append(run.rate(100) / batch)
+    assert np.mean(rates) >= 0.97 * best_rates(machine, OVERCONFIDENT, CONTEXT)["fixed"]
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.3])
@@ -133,11 +163,9 @@ def test_a_poor_drafter_costs_little_and_the_reason_is_told(name: str, seed: int
     assert told
     assert "tokens a drafted round" in told[-1]
     assert told[-1].count(" ms ") == 3
-    for stored in (cold.state_dict(), cold.profile()):
-        profile = json.loads(json.dumps(stored, allow_nan=False))
-        warm = BudgetController.from_profile(profile, workload)
-        assert not warm.calibrating
-        assert simulate(warm, machine, POOR, tokens=256, seed=seed + 9).rate() >= 0.95 * plain
+    warm = BudgetController.from_profile(json.loads(json.dumps(cold.profile(), allow_nan=False)), workload)
+    assert not warm.calibrating
+    assert simulate(warm, machine, POOR, tokens=256, seed=seed + 9).rate() >= 0.95 * plain
 
 
 def test_probes_grow_rare() -> None:
@@ -168,11 +196,10 @@ def test_a_drafter_that_becomes_poor_is_left() -> None:
 
 def test_a_second_process_starts_where_the_first_ended() -> None:
     machine, cold = Machine(cliff, 2.0), BudgetController(LatencyModel(DENSE))
-    long_run(cold, machine, OVERCONFIDENT, rounds=300)
-    warm = BudgetController.from_profile(json.loads(json.dumps(cold.state_dict(), allow_nan=False)), DENSE)
-    assert "calibrating" not in (run := long_run(warm, machine, OVERCONFIDENT, rounds=40)).reasons
-    assert run.rate() >= 0.97 * best_rates(machine, OVERCONFIDENT, CONTEXT)["adaptive"]
-    assert warm.rate == pytest.approx(cold.rate, rel=0.2)
+    long_run(cold, machine, HONEST, rounds=300)
+    warm = BudgetController.from_profile(json.loads(json.dumps(cold.profile(), allow_nan=False)), DENSE)
+    assert "calibrating" not in (run := long_run(warm, machine, HONEST, rounds=40)).reasons
+    assert run.rate() >= 0.97 * best_rates(machine, HONEST, CONTEXT)["adaptive"]
 
 
 @pytest.mark.parametrize(
@@ -183,16 +210,6 @@ def test_a_second_process_starts_where_the_first_ended() -> None:
 def test_a_profile_that_makes_no_sense_is_measured_again(profile: dict, caplog: pytest.LogCaptureFixture) -> None:
     assert BudgetController.from_profile(profile, DENSE).calibrating
     assert "makes no sense" in caplog.text
-
-
-def test_a_calibration_goes_on_in_the_next_call() -> None:
-    machine, first = Machine(flat, 1.5), BudgetController(LatencyModel(DENSE))
-    run = long_run(first, machine, HONEST, rounds=4)
-    second = BudgetController.from_profile(json.loads(json.dumps(first.state_dict())), DENSE)
-    again = long_run(second, machine, HONEST, rounds=8)
-    assert run.reasons == ["calibrating"] * 4
-    assert set(run.nodes) | set(again.nodes[:3]) == {1, 2, 4, 8, 16, 32, 64}
-    assert not second.calibrating
 
 
 # Calibration
@@ -207,26 +224,21 @@ def calibrate(curve: dict[int, float], largest: int = 64, surrogate: np.ndarray 
     return order
 
 
-def test_every_size_is_measured_once_small_and_large_mixed() -> None:
+def test_every_size_is_measured_twice_small_and_large_mixed() -> None:
     order = calibrate({n: 10 + n / 8 for n in (1, 2, 4, 8, 16, 32, 64)})
-    assert sorted(order) == [1, 2, 4, 8, 16, 32, 64]
-    assert max(order[:2]) > 4 > min(order[:2])
-    assert sorted(calibrate(dict.fromkeys((1, 2, 4, 8), 10.0), largest=12)) == [1, 2, 4, 8]
+    assert sorted(order) == sorted(2 * [1, 2, 4, 8, 16, 32, 64])
+    assert max(order[:4]) > 4 > min(order[:4])
+    assert sorted(calibrate(dict.fromkeys((1, 2, 4, 8), 10.0), largest=12)) == [1, 1, 2, 2, 4, 4, 8, 8]
 
 
-def test_a_first_forward_that_warms_up_is_looked_at_again() -> None:
-    calibration, seen = Calibration(64), []
+def test_a_first_forward_that_warms_up_does_not_count() -> None:
+    calibration, seen = Calibration(64), set()
     while (size := calibration.size) is not None:
-        slow = 5.0 if not seen else 1.0
-        seen.append(size)
+        slow = 1.0 if size in seen else 5.0
+        seen.add(size)
         calibration.record(LatencyPoint(size, 100, 1, slow * (10 + size / 8)))
-    assert seen[-1] == seen[0]
-    assert len(seen) == 8
+    assert len(calibration.points) == len(seen) == 7
     assert all(point.ms == 10 + point.rows / 8 for point in calibration.points)
-
-
-def test_at_most_three_second_looks() -> None:
-    assert len(calibrate({1: 90.0, 2: 80.0, 4: 70.0, 8: 60.0, 16: 50.0, 32: 40.0, 64: 30.0})) == 10
 
 
 def test_hopeless_sizes_are_left_out() -> None:

@@ -1,0 +1,189 @@
+"""What a roofline does not say of a forward, learned from forwards: a Kalman filter over sizes and time.
+
+`log T = log roofline + r_k(N·b) + d`. The residual `r_k` of a kind of attention k holds the steps of real kernels: a
+Wiener process over log₂ N·b, kept at knots and linear between. The drift `d`, a random walk, is the machine that
+gets slower or faster. What is wrong with a prediction is shared out by how little is known of each: a machine that
+wanders for some seconds moves the drift and leaves the sizes' order alone. Noise is Student's t: a forward far off the
+prediction says little, unless others bear it out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+#: Knots: powers of 2, one more than each, where kernels take another turn, and halfway to the next.
+_KNOTS = np.array(sorted({1, 2, 3, *(k for e in range(2, 12) for k in (1 << e, (1 << e) + 1, 3 << (e - 1)))}), float)
+_LOG_KNOTS = np.log2(_KNOTS)
+#: Standard deviation of residuals, in log: of the first knot's, and of what an octave adds; and the octaves that even
+#: neighbouring knots are apart.
+_LEVEL, _STEP, _APART = 0.3, 0.3, 0.4
+#: Standard deviation of a forward, in log: of a calibration's, the quickest of its size, and of a round's.
+CALIBRATION_NOISE, ROUND_NOISE = 0.04, 0.08
+#: Degrees of freedom of Student's t: of a calibration's forwards, which are no outliers, and of a round's.
+CALIBRATION_FREEDOM, _FREEDOM = 1e9, 4.0
+#: Standard deviations that two errors of a size in a row have to be off by for a change to be believed.
+_SURPRISE = 2.5
+#: Standard deviation, in log, of what a round changes: of the machine's speed, and of a knot.
+_DRIFT_STEP, _KNOT_STEP = 0.02, 0.001
+#: How well a stored drift is known in another process, in log.
+_STORED_DRIFT = 0.3
+#: Standard deviation below which a size is known, in log.
+_KNOWN = 0.06
+
+
+class Corrections:
+    """Logarithms of the factors that roofline predictions have to be multiplied with.
+
+    Args:
+        spread: How many times more than usual residuals may differ, for predictions without a roofline.
+    """
+
+    def __init__(self, spread: float = 1.0) -> None:
+        self._prior = spread**2 * _prior()
+        self._kinds: list[bool] = []
+        # Of the drift, then of the knots of each kind of attention.
+        self._mean, self._covariance = np.zeros(1), np.zeros((1, 1))
+        self._errors: dict[tuple[bool, int], float] = {}  # the last of each kind of attention and N·b
+
+    @property
+    def kinds(self) -> list[bool]:
+        """Kinds of attention that were measured, the usual one first: whether each is split."""
+        return self._kinds
+
+    @property
+    def drift(self) -> float:
+        """Log of how many times slower the machine is than when it was measured first."""
+        return float(self._mean[0])
+
+    def residuals(self, split: bool, sizes: Array) -> Array:
+        """Residuals at log₂ N·b, of the usual kind of attention where this one was never measured."""
+        return np.interp(sizes, _LOG_KNOTS, self._mean[self._knots(split)])
+
+    def known(self, split: bool, rows: int) -> bool:
+        """Whether what is uncertain of a size N·b is less than what matters."""
+        places, weights = self._read(split, rows)
+        return float(weights[1:] @ self._covariance[np.ix_(places[1:], places[1:])] @ weights[1:]) < _KNOWN**2
+
+    def observe(
+        self, split: bool, rows: int, log: float, noise: float = ROUND_NOISE, freedom: float = _FREEDOM
+    ) -> None:
+        """Learns from a forward.
+
+        Args:
+            split: Its kind of attention.
+            rows: N·b.
+            log: Log of its time over the roofline's prediction.
+            noise: Standard deviation of that.
+            freedom: Degrees of freedom of Student's t; the more, the less an error is taken for an outlier.
+        """
+        if split not in self._kinds:
+            self._add(split)
+        places, weights = self._read(split, rows)
+        error = log - float(weights @ self._mean[places])
+        lasting = self._lasting(split, rows, error)
+        deviation = math.sqrt(weights @ self._covariance[np.ix_(places, places)] @ weights + noise**2)
+        if lasting > _SURPRISE * deviation:
+            # Either the machine or this size has changed: what other sizes take will tell.
+            self._covariance[places, places] += weights * lasting**2
+        covered = self._covariance[:, places] @ weights
+        expected = float(weights @ covered[places])
+        surprise = error**2 / (expected + noise**2)
+        variance = expected + noise**2 * max((freedom + surprise) / (freedom + 1), 1.0)
+        self._mean += covered * (error / variance)
+        self._covariance -= np.outer(covered, covered / variance)
+
+    def _lasting(self, split: bool, rows: int, error: float) -> float:
+        """The part of an error that the size's last one bears out: nothing of a lone outlier."""
+        last = self._errors.get((split, rows), 0.0)
+        self._errors[split, rows] = error
+        return min(abs(error), abs(last)) if error * last > 0 else 0.0
+
+    def pass_time(self) -> None:
+        """Lets a round go by, after which less is certain."""
+        self._covariance[0, 0] += _DRIFT_STEP**2
+        diagonal = self._covariance.reshape(-1)[:: len(self._mean) + 1]
+        diagonal[1:] += _KNOT_STEP**2
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Mean and standard deviation of each kind's residuals, as JSON holds them."""
+        deviations = np.sqrt(np.diag(self._covariance).clip(0))
+        return [
+            {
+                "split": split,
+                "residuals": [
+                    [int(knot), round(float(mean), 5), round(float(deviation), 5)]
+                    for knot, mean, deviation in zip(
+                        _KNOTS, self._mean[self._knots(split)], deviations[self._knots(split)], strict=True
+                    )
+                ],
+            }
+            for split in self._kinds
+        ]
+
+    def load(self, drift: float, kinds: list[dict[str, Any]]) -> None:
+        """Goes on from `drift` and what `to_list` returned: how sizes hang together is as it was at first.
+
+        Raises:
+            KeyError, TypeError, ValueError: `kinds` is no such list.
+        """
+        for kind in kinds:
+            self._add(bool(kind["split"]))
+            knots, means, deviations = np.array(kind["residuals"], dtype=float).T
+            if len(knots) != len(_KNOTS) or (knots != _KNOTS).any() or not np.isfinite([means, deviations]).all():
+                raise ValueError("residuals are stored at other sizes, or not finite")
+            block = self._knots(kind["split"])
+            scale = deviations / np.sqrt(np.diag(self._prior))
+            self._mean[block] = means
+            self._covariance[block, :] = self._covariance[:, block] = 0.0
+            self._covariance[block, block] = self._prior * np.outer(scale, scale)
+        self._mean[0] = drift
+        self._covariance[0, 0] = _STORED_DRIFT**2
+
+    def _add(self, split: bool) -> None:
+        """Takes up a kind of attention: the first is as the roofline has it, another as the usual one, and its own."""
+        held = len(self._mean)
+        usual = self._knots(self._kinds[0]) if self._kinds else None
+        self._kinds.append(split)
+        mean, covariance = np.zeros(held + len(_KNOTS)), np.zeros((held + len(_KNOTS),) * 2)
+        mean[:held], covariance[:held, :held] = self._mean, self._covariance
+        covariance[held:, held:] = self._prior
+        if usual is not None:
+            mean[held:] = self._mean[usual]
+            covariance[held:, :held] = self._covariance[usual]
+            covariance[:held, held:] = self._covariance[:, usual]
+            covariance[held:, held:] += self._covariance[usual, usual]
+        self._mean, self._covariance = mean, covariance
+
+    def _knots(self, split: bool) -> slice:
+        """Places of the knots of a kind of attention, the usual one where it was never measured."""
+        start = 1 + len(_KNOTS) * (self._kinds.index(split) if split in self._kinds else 0)
+        return slice(start, start + len(_KNOTS))
+
+    def _read(self, split: bool, rows: int) -> tuple[Array, Array]:
+        """Places in the state, and their weights, that the factor of N·b is the sum of."""
+        left, share = _between(rows)
+        start = self._knots(split).start + left
+        return np.array([0, start, start + 1]), np.array([1.0, 1.0 - share, share])
+
+
+@functools.cache
+def _prior() -> Array:
+    """Covariance of residuals before anything was measured."""
+    steps = np.maximum(np.diff(_LOG_KNOTS, prepend=0.0), _APART)
+    places = steps.cumsum() - steps[0]
+    return np.asarray(_LEVEL**2 + _STEP**2 * np.minimum(places[:, None], places[None]))
+
+
+@functools.lru_cache(1024)
+def _between(rows: int) -> tuple[int, float]:
+    """The knot at or below `rows`, and the share of the next one."""
+    at = min(max(math.log2(rows), 0.0), float(_LOG_KNOTS[-1]))
+    left = min(int(np.searchsorted(_LOG_KNOTS, at, side="right")) - 1, len(_KNOTS) - 2)
+    return left, float((at - _LOG_KNOTS[left]) / (_LOG_KNOTS[left + 1] - _LOG_KNOTS[left]))
