@@ -69,7 +69,7 @@ class Corrections:
     def known(self, split: bool, rows: int) -> bool:
         """Whether what is uncertain of a size N·b is less than what matters."""
         places, weights = self._read(split, rows)
-        return float(weights[1:] @ self._covariance[np.ix_(places[1:], places[1:])] @ weights[1:]) < _KNOWN**2
+        return self._covered(places[1:], weights[1:])[1] < _KNOWN**2
 
     def observe(
         self, split: bool, rows: int, log: float, noise: float = ROUND_NOISE, freedom: float = _FREEDOM
@@ -88,16 +88,20 @@ class Corrections:
         places, weights = self._read(split, rows)
         error = log - float(weights @ self._mean[places])
         lasting = self._lasting(split, rows, error)
-        deviation = math.sqrt(weights @ self._covariance[np.ix_(places, places)] @ weights + noise**2)
-        if lasting > _SURPRISE * deviation:
+        covered, expected = self._covered(places, weights)
+        if lasting > _SURPRISE * math.sqrt(expected + noise**2):
             # Either the machine or this size has changed: what other sizes take will tell.
             self._covariance[places, places] += weights * lasting**2
-        covered = self._covariance[:, places] @ weights
-        expected = float(weights @ covered[places])
+            covered, expected = self._covered(places, weights)
         surprise = error**2 / (expected + noise**2)
         variance = expected + noise**2 * max((freedom + surprise) / (freedom + 1), 1.0)
         self._mean += covered * (error / variance)
         self._covariance -= np.outer(covered, covered / variance)
+
+    def _covered(self, places: npt.NDArray[np.intp], weights: Array) -> tuple[Array, float]:
+        """Covariance of every part of the state with a sum of parts, and that sum's variance."""
+        covered = self._covariance[:, places] @ weights
+        return covered, float(weights @ covered[places])
 
     def _lasting(self, split: bool, rows: int, error: float) -> float:
         """The part of an error that the size's last one bears out: nothing of a lone outlier."""
@@ -166,7 +170,7 @@ class Corrections:
         start = 1 + len(_KNOTS) * (self._kinds.index(split) if split in self._kinds else 0)
         return slice(start, start + len(_KNOTS))
 
-    def _read(self, split: bool, rows: int) -> tuple[Array, Array]:
+    def _read(self, split: bool, rows: int) -> tuple[npt.NDArray[np.intp], Array]:
         """Places in the state, and their weights, that the factor of N·b is the sum of."""
         left, share = _between(rows)
         start = self._knots(split).start + left

@@ -196,7 +196,7 @@ def test_a_second_process_starts_from_the_profile(profiles: Path) -> None:
     (file,) = profiles.glob("*.json")
     content = json.loads(file.read_text())
     assert content["key"]["threads"] == 1
-    assert content["profile"]["latency"]["modes"]
+    assert content["profile"]["latency"]["kinds"]
 
 
 def test_a_profile_says_nothing_about_weights(profiles: Path) -> None:
