@@ -89,7 +89,7 @@ def draft_blocks(
     features: torch.Tensor,
     anchors: torch.Tensor,
 ) -> torch.Tensor:
-    """Final hidden states of the drafted rows of every block, `[B, A, block_size − 1, H]`.
+    """Outputs of the last layer for the drafted rows of every block, `[B, A, block_size − 1, H]`.
 
     Args:
         input_ids: Token ids of the sequences, long `[B, T]`.
@@ -107,5 +107,5 @@ def draft_blocks(
     slots = anchors[:, :, None] + torch.arange(size, device=anchors.device)
     columns = torch.arange(length, device=anchors.device).expand(batch, -1)
     positions = torch.cat([columns, slots.view(batch, -1)], dim=1)
-    hidden = drafter.decode(block, context, positions, BlockAttention(config, anchors, length))
+    hidden = drafter.denoise(block, context, positions, BlockAttention(config, anchors, length))
     return hidden.view(batch, blocks, size, -1)[:, :, 1:]

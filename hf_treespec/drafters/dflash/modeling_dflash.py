@@ -20,7 +20,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from ..base import BlockDrafter
+from ...trees import DraftLattice
+from ..base import BlockDrafter, TargetModules
 from ..loading import LoudLoading
 from .configuration_dflash import DFlashConfig
 from .convert_dflash import is_zlab
@@ -140,10 +141,39 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         weight = self.fc.weight[:, index * width : (index + 1) * width]
         return F.linear(hidden.to(weight.device, weight.dtype), weight)
 
+    @property
+    def backbone(self) -> DFlashDrafter:
+        """The model that denoises blocks: families that refine its distributions name it so."""
+        return self
+
+    def lattice(
+        self, modules: TargetModules, hidden: torch.Tensor, anchors: torch.Tensor, width: int, temperature: float = 1.0
+    ) -> DraftLattice:
+        """What a denoised block proposes: the slots' own distributions, which do not know each other.
+
+        Args:
+            modules: The target's embeddings and head.
+            hidden: Outputs of the last layer for the drafted rows, `[B, D, H]`.
+            anchors: Last committed token of each row, long `[B]`.
+            width: Children of a parent.
+            temperature: Temperature of the distributions.
+        """
+        logits = modules.logits(self.norm(hidden))
+        if temperature != 1.0:
+            logits = logits / temperature
+        best, tokens = logits.topk(min(width, logits.shape[-1]))
+        return DraftLattice.marginal(tokens, best - logits.logsumexp(-1, keepdim=True))
+
     def decode(
         self, block: torch.Tensor, context: torch.Tensor | None, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Final hidden states of block rows.
+        """Final hidden states of block rows: those of `denoise` under the last norm."""
+        return self.norm(self.denoise(block, context, positions, attend))
+
+    def denoise(
+        self, block: torch.Tensor, context: torch.Tensor | None, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Outputs of the last layer for block rows, `[B, S, H]`.
 
         Args:
             block: Embeddings of the block rows, `[B, S, H]`.
@@ -154,7 +184,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         cos, sin = self.rotary_emb(block, positions)
         for layer in self.layers:
             block = layer(block, context, cos, sin, attend)
-        return self.norm(block)
+        return block
 
     def project_context(
         self, context: torch.Tensor, positions: torch.Tensor
