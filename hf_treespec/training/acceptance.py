@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..drafters.base import TargetModules
-from ..drafters.dflash import DFlashDrafter
 from ..trees import DraftLattice
 from ..trees.expansion import expand
 from .blocks import draft_blocks
 from .teacher import teacher_forward
 
 _CHUNK_ELEMENTS = 1 << 22
+_FIELDS = ("tokens", "log_probs", "next_slot")
 
 
 @torch.no_grad()
 def acceptance_lengths(
-    drafter: DFlashDrafter,
+    drafter: Any,
     target: PreTrainedModel,
     sequences: torch.Tensor,
     prompt_length: int,
@@ -49,48 +50,40 @@ def acceptance_lengths(
     anchors = torch.arange(prompt_length, sequences.shape[1] - config.block_size + 1, device=sequences.device)
     for batch in sequences.split(batch_size):
         features, _ = teacher_forward(target, batch, config.target_layer_ids)
-        hidden = draft_blocks(drafter, modules, batch, features, anchors.expand(len(batch), -1))
-        tokens, log_probs = _best(modules, hidden, width)
+        hidden = draft_blocks(drafter.backbone, modules, batch, features, anchors.expand(len(batch), -1))
         for row, text in enumerate(batch.tolist()):
-            for name, nodes in zip(names, (0, *tree_nodes), strict=True):
+            starts = batch[row, anchors].to(hidden.device)
+            # A chain is the tree of one child a parent.
+            chains = _lattice(drafter, modules, hidden[row], starts, 1)
+            trees = _lattice(drafter, modules, hidden[row], starts, width)
+            for name, nodes in zip(names, (config.block_size, *tree_nodes), strict=True):
+                lattice = chains if name == "tau_chain" else trees
                 place = 0
                 while place < len(anchors):
                     following = text[prompt_length + place + 1 :]
-                    if nodes:
-                        depth = _tree_depth(tokens[row, place], log_probs[row, place], following, nodes)
-                    else:
-                        depth = _chain_depth(tokens[row, place, :, 0].tolist(), following)
+                    depth = _tree_depth(lattice, place, following, nodes)
                     rounds[name] += 1
                     committed[name] += depth + 1
                     place += depth + 1
     return {name: committed[name] / max(1, rounds[name]) for name in names}
 
 
-def _best(modules: TargetModules, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best `width` tokens of each drafted row and their log-probabilities, `[..., width]` on the host."""
-    rows = hidden.flatten(0, -2)
-    found = []
-    for chunk in rows.split(max(1, _CHUNK_ELEMENTS // modules.vocab_size)):
-        logits = modules.logits(chunk)
-        best, tokens = logits.topk(min(width, logits.shape[-1]))
-        found.append((tokens.cpu(), (best - logits.logsumexp(-1, keepdim=True)).cpu()))
-    tokens, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
-    shape = (*hidden.shape[:-1], -1)
-    return tokens.view(shape), log_probs.view(shape)
+def _lattice(
+    drafter: Any, modules: TargetModules, hidden: torch.Tensor, starts: torch.Tensor, width: int
+) -> DraftLattice:
+    """What is drafted behind each of `starts`, long `[A]`, from `[A, D, H]`, on the host."""
+    chunk = max(1, _CHUNK_ELEMENTS // (modules.vocab_size * hidden.shape[1]))
+    pieces = zip(hidden.split(chunk), starts.split(chunk), strict=True)
+    parts = [drafter.lattice(modules, piece, anchors, width) for piece, anchors in pieces]
+    joined = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in _FIELDS)
+    return DraftLattice(*joined)
 
 
-def _chain_depth(drafted: Sequence[int], following: Sequence[int]) -> int:
-    depth = 0
-    while depth < len(drafted) and drafted[depth] == following[depth]:
-        depth += 1
-    return depth
-
-
-def _tree_depth(tokens: torch.Tensor, log_probs: torch.Tensor, following: Sequence[int], nodes: int) -> int:
-    lattice = DraftLattice.marginal(tokens[None], log_probs[None])
-    (children,) = expand(lattice, tokens.new_zeros(1), nodes).children()
+def _tree_depth(lattice: DraftLattice, place: int, following: Sequence[int], nodes: int) -> int:
+    one = DraftLattice(*(getattr(lattice, name)[place : place + 1] for name in _FIELDS))
+    (children,) = expand(one, one.tokens.new_zeros(1), nodes).children()
     node = depth = 0
-    while depth < len(tokens):
+    while depth < lattice.depth:
         child = children.get((node, following[depth]))
         if child is None:
             break
