@@ -162,7 +162,7 @@ def demo(
     prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; all if not set.")] = None,
     max_new_tokens: MaxNewTokensOption = 128,
     show: Annotated[int, typer.Option(min=0, help="Prompts whose text is streamed before the timing.")] = 2,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; no more than there are cores.")] = 2,
     seed: SeedOption = 0,
 ) -> None:
     """Write Python with the models in the package: the same tokens as plain decoding, and how much faster.

@@ -19,7 +19,7 @@ from .. import embedded
 from ..drafters.base import BlockDrafter
 from .demo_prompts import PROMPTS
 from .encoding import encode_text
-from .environment import software
+from .environment import software, usable_cores
 from .measurement import (
     REPETITION_LIMIT,
     ArmResult,
@@ -265,7 +265,7 @@ def run_demo(
         max_new_tokens: Most tokens to generate for each.
         repeats: Times each arm runs on each prompt; medians are shown.
         show: Prompts whose continuations are streamed before anything is timed.
-        threads: Threads torch computes with.
+        threads: Threads torch computes with; no more than there are cores.
         seed: Seed of the first prompt; each next one has the next.
         json_path: File for the results.
 
@@ -273,6 +273,11 @@ def run_demo(
         Whether every assisted output was the plain one, token for token.
     """
     chosen = dict(list(PROMPTS.items())[:prompts])
+    cores = usable_cores()
+    if threads > cores:
+        # Threads that share a core wait for each other in every operator.
+        console.print(f"Of {threads} threads only {cores} can run at once here: computing with {cores}.")
+        threads = cores
     with _threads(threads):
         demo = Demo(*embedded.load(), chosen, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
         demo.stream(console, show)

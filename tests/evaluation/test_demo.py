@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from models import prompt, target
@@ -9,6 +11,7 @@ from models import prompt, target
 from hf_treespec.decoding.report import GenerationReport
 from hf_treespec.evaluation.demo import ArmResult, PromptResult, repeated_ngrams, summarise
 from hf_treespec.evaluation.demo_prompts import PROMPTS
+from hf_treespec.evaluation.environment import usable_cores
 from hf_treespec.evaluation.timing import TimedCall, timed_generate
 
 
@@ -80,6 +83,14 @@ def test_clock_leaves_the_first_token_out():
     assert 0 < call.decode_seconds < call.seconds
     torch.manual_seed(0)
     assert torch.equal(call.sequence, model.generate(**prompt(), do_sample=True, top_k=0, max_new_tokens=6))
+
+
+def test_usable_cores_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert usable_cores() == 1
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert usable_cores() == 8
 
 
 def test_prompts_are_the_beginnings_of_files():
