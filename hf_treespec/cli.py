@@ -413,7 +413,9 @@ def calibrate(
         "embedded"
     ),
     contexts: Annotated[str, typer.Option(help="Cached columns to check predictions at, by comma.")] = "64,512",
-    rounds: Annotated[int, typer.Option(min=1, help="Forwards to measure of each number of rows.")] = 8,
+    rounds: Annotated[
+        int, typer.Option(min=3, help="Forwards to measure of each number of rows; their median counts.")
+    ] = 8,
     again: Annotated[bool, typer.Option("--again", help="Forget the stored profile first.")] = False,
     dtype: Annotated[Precision, typer.Option(help="Format of the weights; the checkpoint's own by default.")] = (
         Precision.auto
