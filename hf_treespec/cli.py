@@ -162,7 +162,7 @@ def demo(
     prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; all if not set.")] = None,
     max_new_tokens: MaxNewTokensOption = 128,
     show: Annotated[int, typer.Option(min=0, help="Prompts whose text is streamed before the timing.")] = 2,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; no more than there are cores.")] = 2,
     seed: SeedOption = 0,
 ) -> None:
     """Write Python with the models in the package: the same tokens as plain decoding, and how much faster.
@@ -413,7 +413,9 @@ def calibrate(
         "embedded"
     ),
     contexts: Annotated[str, typer.Option(help="Cached columns to check predictions at, by comma.")] = "64,512",
-    rounds: Annotated[int, typer.Option(min=1, help="Forwards to measure of each number of rows.")] = 8,
+    rounds: Annotated[
+        int, typer.Option(min=3, help="Forwards to measure of each number of rows; their median counts.")
+    ] = 8,
     again: Annotated[bool, typer.Option("--again", help="Forget the stored profile first.")] = False,
     dtype: Annotated[Precision, typer.Option(help="Format of the weights; the checkpoint's own by default.")] = (
         Precision.auto

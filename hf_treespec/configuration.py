@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 POLICIES = ("auto", "static", "ema", "bastion")
@@ -15,6 +16,8 @@ class TreeSpecConfig:
 
     Where the same option is given twice, `GenerationConfig(treespec=…)` wins over the drafter's own
     `treespec_config`. Nothing here changes which tokens come out, only how fast they do.
+
+    A generation config is printed and saved with these options. Read back it holds them as a dict, which is as good.
 
     Attributes:
         budget: Rows verified in a round, the root included. `"auto"` takes what pays most on this machine, measured
@@ -70,3 +73,21 @@ class TreeSpecConfig:
         if unknown:
             raise TypeError(f"Unknown option(s) {', '.join(unknown)}; the options are {', '.join(sorted(known))}.")
         return replace(self, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option, JSON-serialisable; a `GenerationConfig` prints and saves it."""
+        return asdict(self)
+
+    @classmethod
+    def from_value(cls, value: TreeSpecConfig | Mapping[str, Any]) -> TreeSpecConfig:
+        """Options as a config or as a dict, such as a saved generation config holds.
+
+        Raises:
+            TypeError: It is neither, or names an option that does not exist.
+            ValueError: An option has a value that it cannot have.
+        """
+        if isinstance(value, TreeSpecConfig):
+            return value
+        if isinstance(value, Mapping):
+            return cls().with_options(**value)
+        raise TypeError(f"`treespec` takes a TreeSpecConfig or a dict of its options, got {type(value).__name__}.")

@@ -21,6 +21,7 @@ from test_generate_surface import Grammar, Puts, Recording, cache_of
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
+from hf_treespec import UnsupportedRequestError
 from hf_treespec.compat import CACHE_KEYWORD
 from hf_treespec.drafters.base import DraftState, TargetModules
 from hf_treespec.trees import DraftLattice
@@ -551,6 +552,15 @@ def test_c33_adapters_on_the_target() -> None:
         view = rigged(rows_of(bare, prompt()), "half").with_options(budget=8)
         assisted = run(adapted, prompt(), **GREEDY, max_new_tokens=NEW, assistant_model=view).sequences
     assert torch.equal(assisted, bare)
+
+
+def test_c33_prompt_learning_is_refused() -> None:
+    """C33: virtual tokens in front of every forward are no part of a verification forward."""
+    peft = pytest.importorskip("peft")
+    base = build("qwen3", "sdpa", seed=6)
+    adapted = peft.get_peft_model(base, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedRequestError, match="Prompt-learning"):
+        run(adapted, prompt(), **GREEDY, max_new_tokens=4, assistant_model=rigged([]).with_options(budget=8))
 
 
 def test_c34_padded_vocabulary_rows_are_never_drafted() -> None:

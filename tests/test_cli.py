@@ -17,7 +17,7 @@ import hf_treespec
 from hf_treespec import embedded
 from hf_treespec.cli import app
 from hf_treespec.drafters.auto import AutoDrafter
-from hf_treespec.evaluation import held_out
+from hf_treespec.evaluation import demo, held_out
 from hf_treespec.evaluation.arms import ARMS
 from hf_treespec.evaluation.benchmark import Benchmark
 from hf_treespec.evaluation.prompt_sets import available_sets
@@ -173,6 +173,16 @@ class TestDemo:
                 assert pooled | {"repeated_4grams"} <= prompt.keys()
         assert set(found["pooled"]["stage_ms"]) == {"propose", "expand", "verify", "walk", "commit", "other"}
         assert torch.get_num_threads() == 1
+
+    def test_no_more_threads_than_cores(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(demo, "usable_cores", lambda: 1)
+        file = tmp_path / "demo.json"
+        short = ["demo", "--repeats", "1", "--prompts", "1", "--max-new-tokens", "2", "--show", "0"]
+        result = runner.invoke(app, [*short, "--threads", "2", "--json", str(file)])
+        assert result.exit_code == 0, result.output
+        assert "Of 2 threads only 1 can run at once here: computing with 1." in result.stdout
+        assert json.loads(file.read_text())["environment"]["threads"] == 1
+        assert "threads only" not in runner.invoke(app, [*short, "--threads", "1"]).stdout
 
     @pytest.mark.usefixtures("tampered")
     def test_a_difference_fails(self):

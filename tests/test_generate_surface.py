@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -36,7 +37,7 @@ from transformers import (
 
 import hf_treespec
 from hf_treespec.compat import CACHE_KEYWORD
-from hf_treespec.decoding import contexts
+from hf_treespec.decoding import contexts, integration
 
 NEW = 24
 
@@ -573,17 +574,35 @@ def test_encoder_decoder_is_refused() -> None:
     assert forwards == []
 
 
-@pytest.mark.parametrize("name", ["attentions", "no_cache"])
-def test_unsupported_requests_can_be_decoded_plainly(name: str) -> None:
-    options, _ = REFUSED[name]
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings of the integration."""
+    messages: list[str] = []
+    monkeypatch.setattr(integration.logger, "warning", messages.append)
+    return messages
+
+
+@pytest.mark.parametrize("name", ["attentions", "no_cache", "beams"])
+def test_unsupported_requests_can_be_decoded_plainly(name: str, warned: list[str]) -> None:
+    options, word = REFUSED[name]
     network = target("qwen3", "eager")
     plain = run(network, prompt(), max_new_tokens=8, **GREEDY, **options)
     drafter = rigged([]).with_options(budget=8, on_unsupported="plain")
     assisted = run(network, prompt(), assistant_model=drafter, max_new_tokens=8, **GREEDY, **options)
     assert torch.equal(plain.sequences, assisted.sequences)
-    assert drafter.last_report is None or drafter.last_report.reason
+    (message,) = warned
+    assert drafter.last_report.reason in message
+    assert str(drafter.last_report) == f"plain decoding: {drafter.last_report.reason}"
+    assert re.search(f"(?i){word}", message)
     if name == "attentions":
         assert len(assisted.output.attentions) == 8
+
+
+@pytest.mark.parametrize("name", ["some/path", Path("some/path")], ids=["str", "Path"])
+def test_the_name_of_an_assistant_is_refused(name: Any) -> None:
+    with counting(model()) as forwards, pytest.raises(TypeError, match=r"AutoDrafter\.from_pretrained\('some/path'\)"):
+        run(model(), prompt(), assistant_model=name, max_new_tokens=8, **GREEDY)
+    assert forwards == []
 
 
 def test_a_drafter_for_another_vocabulary_is_refused() -> None:

@@ -16,11 +16,12 @@ import hf_treespec
 
 ROOT = Path(hf_treespec.__file__).parent
 
-#: Rank of each part; a part imports from its own rank or below. `configuration`, `compat` and `transfer` serve all.
+#: Rank of each part; a part imports from its own rank or below. Those of rank 0 serve all.
 RANKS = {
     "configuration": 0,
     "compat": 0,
     "transfer": 0,
+    "sources": 0,
     "trees": 1,
     "budget": 2,
     "attention": 2,

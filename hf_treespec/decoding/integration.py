@@ -2,13 +2,14 @@
 
 Three functions of transformers are wrapped, on the class and the module, so that every model and pipeline sees them.
 The wrappers act only when the assistant is a `BlockDrafter`, and step aside when the generation config asks for
-transformers' own DFlash loop (`speculation_type="dflash"`).
+transformers' own DFlash loop (`speculation_type="dflash"`). Besides, `generate` refuses the mere name of an assistant.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..attention import interface
 from ..caches import UnsupportedCacheError
 from ..drafters.auto import AutoDrafter, find_family
 from ..drafters.base import BlockDrafter
+from .report import GenerationReport
 from .rounds import TreeDecoding
 from .support import UnsupportedRequestError, check_request, decoding_config
 
@@ -33,6 +35,12 @@ def _is_ours(assistant: Any, generation_config: GenerationConfig) -> bool:
     if not isinstance(assistant, BlockDrafter):
         return False
     return getattr(generation_config, "speculation_type", None) != "dflash"
+
+
+def _go_on_without(drafter: BlockDrafter, refusal: Exception) -> None:
+    """Warns that a call is decoded without its drafter, and leaves a report that says why."""
+    drafter.last_report = GenerationReport(reason=str(refusal))
+    logger.warning(f"Decoding without the drafter. {refusal}")
 
 
 def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +93,7 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         except (UnsupportedRequestError, UnsupportedCacheError) as refusal:
             if config.on_unsupported == "raise":
                 raise
-            logger.warning(f"Decoding without the drafter. {refusal}")
+            _go_on_without(assistant_model, refusal)
             return self._sample(
                 input_ids,
                 logits_processor=logits_processor,
@@ -113,11 +121,25 @@ def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[...
         generation_mode_kwargs: dict[str, Any],
     ) -> Any:
         drafter = generation_mode_kwargs.get("assistant_model")
+        if isinstance(drafter, (str, os.PathLike)):
+            name = os.fspath(drafter)
+            raise TypeError(
+                f"`generate` takes a loaded `assistant_model`, got the name {name!r}. Load it: "
+                f"`hf_treespec.AutoDrafter.from_pretrained({name!r})`, or "
+                f"`AutoModelForCausalLM.from_pretrained({name!r})` where it is no drafter. `pipeline` loads by name."
+            )
         if not _is_ours(drafter, generation_config):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         assert isinstance(drafter, BlockDrafter)
-        if decoding_config(drafter, generation_config).on_unsupported == "raise":
-            check_request(self, drafter, generation_config, {})
+        raises = decoding_config(drafter, generation_config).on_unsupported == "raise"
+        # What may be decoded plainly is checked by our loop, which modes other than assisted generation pass by.
+        if raises or generation_mode != GenerationMode.ASSISTED_GENERATION:
+            try:
+                check_request(self, drafter, generation_config, {})
+            except UnsupportedRequestError as refusal:
+                if raises:
+                    raise
+                _go_on_without(drafter, refusal)
         # What is left to check are rules that hold without an assistant too.
         plain = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         mode = plain if generation_mode == GenerationMode.ASSISTED_GENERATION else generation_mode

@@ -151,6 +151,8 @@ class GenerationReport:
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:
+        if self.reason and not self.target_forwards:
+            return f"plain decoding: {self.reason}"
         rounds = f"{self.drafted_rounds} drafted and {self.plain_rounds} plain rounds"
         others = f"uncut {self.tau_untruncated:.2f}, per response {self.tau_per_response:.2f}"
         lines = [

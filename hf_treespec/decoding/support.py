@@ -26,10 +26,13 @@ class UnsupportedRequestError(ValueError):
 
 
 def decoding_config(drafter: BlockDrafter, generation_config: GenerationConfig) -> TreeSpecConfig:
-    """The options of one call: the generation config's, else the drafter's, else the defaults."""
-    config = getattr(generation_config, "treespec", None) or drafter.treespec_config or TreeSpecConfig()
-    if not isinstance(config, TreeSpecConfig):
-        raise TypeError(f"`treespec` takes a TreeSpecConfig, got {type(config).__name__}.")
+    """The options of one call: the generation config's, else the drafter's, else the defaults.
+
+    Raises:
+        TypeError: The generation config's are no options.
+    """
+    found = getattr(generation_config, "treespec", None) or drafter.treespec_config or TreeSpecConfig()
+    config = TreeSpecConfig.from_value(found)
     depth = generation_config.num_assistant_tokens
     given = depth and depth != _UNSET_ASSISTANT_TOKENS
     return config.with_options(depth=depth) if given and config.depth is None else config

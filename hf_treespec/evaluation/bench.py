@@ -67,9 +67,9 @@ def run_bench(
         benchmark.run(lambda section: progress.update(task, advance=1, description=section))
     report = as_json(benchmark, **(described or {}))
     for section in report["datasets"]:
-        console.print(section_table(f"{section['dataset']}, {section['prompts']} prompts", section))
+        console.print(section_table(console, f"{section['dataset']}, {section['prompts']} prompts", section))
     for section in report["batches"]:
-        console.print(section_table(f"batch {section['batch']}, {section['prompts']} batches", section))
+        console.print(section_table(console, f"batch {section['batch']}, {section['prompts']} batches", section))
     console.print(_legend(settings), style="dim", highlight=False)
     if benchmark.partial:
         console.print("Interrupted: only what had been measured is shown.", style="bold yellow")

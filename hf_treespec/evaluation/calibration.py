@@ -22,6 +22,8 @@ from ..drafters.base import BlockDrafter
 
 #: Rows measured: those that calibration tries on its own, and others between and beyond them.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+#: Fewest forwards that a median is taken of: of one or two, a single slow one would decide.
+LEAST_ROUNDS = 3
 _WARM_UP_ROUNDS = 2
 
 
@@ -68,8 +70,14 @@ def measure(
 ) -> dict[int, float]:
     """Median milliseconds of a verification forward by its rows, over real rounds of fixed budgets.
 
-    Trees may come out smaller than asked where a drafter offers too little; what counts is what was verified.
+    Trees may come out smaller than asked where a drafter offers too little; what counts is what was verified. Sizes
+    that come up fewer than `LEAST_ROUNDS` times are left out.
+
+    Raises:
+        ValueError: `rounds` is below `LEAST_ROUNDS`.
     """
+    if rounds < LEAST_ROUNDS:
+        raise ValueError(f"`rounds` must be at least {LEAST_ROUNDS}, of which a median is taken; got {rounds}.")
     found: dict[int, list[float]] = defaultdict(list)
     depths = drafter.drafted_depths + 1
     for size in sizes:
@@ -84,15 +92,17 @@ def measure(
             fitting = [ms for rows, ms in measured if rows == size]
             found[size] += fitting[:rounds]
             wanted -= len(fitting)
-    return {size: statistics.median(times) for size, times in sorted(found.items()) if times}
+    return {size: statistics.median(times) for size, times in sorted(found.items()) if len(times) >= LEAST_ROUNDS}
 
 
 def check(
     target: PreTrainedModel, drafter: BlockDrafter, contexts: Sequence[int], rounds: int = 8
 ) -> Iterator[list[Check]]:
-    """Predictions of a calibrated pair against measurements, a list a context."""
+    """Predictions of a calibrated pair against measurements, a list a context, for the rows that it may verify."""
+    with lent_controller(target, drafter) as controller:
+        sizes = [size for size in SIZES if size <= controller.limit]
     for context in contexts:
-        measured = measure(target, drafter, context, rounds=rounds)
+        measured = measure(target, drafter, context, sizes, rounds)
         with lent_controller(target, drafter) as controller:
             curve = controller.latency.curve(max(measured), context)
         yield [Check(context, size, float(curve[size - 1]), ms) for size, ms in measured.items()]
@@ -117,7 +127,12 @@ def run_calibration(
     again: bool = False,
     plot: Path | None = None,
 ) -> list[Check]:
-    """Calibrates a pair, prints predictions beside measurements and draws the curve over the points."""
+    """Calibrates a pair, prints predictions beside measurements and draws the curve over the points.
+
+    Raises:
+        ImportError: A plot is asked for without matplotlib.
+        ValueError: `rounds` is below `LEAST_ROUNDS`.
+    """
     if plot is not None:
         from .plots import plot_calibration
     path = calibrate(target, drafter, again=again)
@@ -138,10 +153,13 @@ def run_calibration(
         )
     console.print(table)
     worst = max(checks, key=lambda item: abs(item.error))
-    console.print(f"Largest error {worst.error:+.0%}. Stored in {path}", highlight=False, soft_wrap=True)
+    median = statistics.median(abs(item.error) for item in checks)
+    console.print(
+        f"Median error {median:.0%}, largest {worst.error:+.0%}. Stored in {path}", highlight=False, soft_wrap=True
+    )
     if plot is not None:
         with lent_controller(target, drafter) as controller:
-            curves = {context: controller.latency.curve(max(SIZES), context).tolist() for context in contexts}
+            curves = {context: controller.latency.curve(controller.limit, context).tolist() for context in contexts}
         points = [(item.context, item.rows, item.measured_ms) for item in checks]
         plot_calibration(curves, points).savefig(plot, dpi=144)
     return checks

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from .. import embedded
 from ..drafters.base import BlockDrafter
-from .demo_prompts import PROMPTS
+from .demo_prompts import PROMPTS, SEEDS
 from .encoding import encode_text
-from .environment import software
+from .environment import software, usable_cores
 from .measurement import (
     REPETITION_LIMIT,
     ArmResult,
@@ -89,7 +89,7 @@ class Demo:
         prompts: Names and texts.
         max_new_tokens: Most tokens to generate for each prompt.
         repeats: Times each arm runs on each prompt.
-        seed: The prompt of index i is sampled with `seed + i`.
+        seed: Added to every prompt's own seed.
     """
 
     target: PreTrainedModel
@@ -117,12 +117,12 @@ class Demo:
     def stream(self, console: Console, count: int) -> None:
         """Writes the first prompts' continuations as they come, plain first, then with the drafter."""
         options = {**REGIMES["sampled"], "max_new_tokens": self.max_new_tokens}
-        for index, (name, text) in enumerate(list(self.prompts.items())[:count]):
+        for name, text in list(self.prompts.items())[:count]:
             console.rule(f"[bold]{name}")
             console.print(text, style="dim", end="", markup=False, highlight=False)
             for title, style, arm in (("plain", "cyan", {}), ("with the drafter", "green", self.arms()["tree"])):
                 console.print(f"── {title} ", style=f"bold {style}")
-                torch.manual_seed(self.seed + index)
+                torch.manual_seed(self.seed + SEEDS[name])
                 self.target.generate(
                     **self.inputs(text), **options, **arm, streamer=_ConsoleStreamer(self.tokenizer, console, style)
                 )
@@ -134,14 +134,14 @@ class Demo:
         options = {**REGIMES[regime], "max_new_tokens": self.max_new_tokens}
         for arm in names:
             timed_generate(self.target, self.inputs("import os\n"), seed=self.seed, **options, **arms[arm])
-        for index, (name, text) in enumerate(self.prompts.items()):
+        for name, text in self.prompts.items():
             inputs = self.inputs(text)
             results = {arm: ArmResult() for arm in names}
             for repeat in range(self.repeats):
                 # Each arm takes each place in turn, so that none always follows the same one.
                 turn = repeat % len(names)
                 for arm in names[turn:] + names[:turn]:
-                    call = timed_generate(self.target, inputs, seed=self.seed + index, **options, **arms[arm])
+                    call = timed_generate(self.target, inputs, seed=self.seed + SEEDS[name], **options, **arms[arm])
                     results[arm].calls.append(call)
                     drafter = arms[arm].get("assistant_model")
                     if drafter is not None:
@@ -265,14 +265,19 @@ def run_demo(
         max_new_tokens: Most tokens to generate for each.
         repeats: Times each arm runs on each prompt; medians are shown.
         show: Prompts whose continuations are streamed before anything is timed.
-        threads: Threads torch computes with.
-        seed: Seed of the first prompt; each next one has the next.
+        threads: Threads torch computes with; no more than there are cores.
+        seed: Added to every prompt's own seed.
         json_path: File for the results.
 
     Returns:
         Whether every assisted output was the plain one, token for token.
     """
     chosen = dict(list(PROMPTS.items())[:prompts])
+    cores = usable_cores()
+    if threads > cores:
+        # Threads that share a core wait for each other in every operator.
+        console.print(f"Of {threads} threads only {cores} can run at once here: computing with {cores}.")
+        threads = cores
     with _threads(threads):
         demo = Demo(*embedded.load(), chosen, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
         demo.stream(console, show)

@@ -1,4 +1,9 @@
-"""Beginnings of Python files for the demo, written for it: none stands in the corpus of the embedded models."""
+"""Beginnings of Python files for the demo, written for it: none stands in the corpus of the embedded models.
+
+A prompt's seed is the first, from its place in the list on, whose plain continuation at temperature 0.8 has all of 128
+tokens and repeats at most a fifth of its 4-grams: texts that end at once or loop say little about speed. Only plain
+decoding was looked at.
+"""
 
 from __future__ import annotations
 
@@ -264,4 +269,23 @@ class Color(enum.Enum):
             return cls[name.upper()]
         except KeyError:
 ''',
+}
+
+SEEDS: dict[str, int] = {
+    "argparse script": 0,
+    "stack tests": 4,
+    "ring buffer": 2,
+    "tokenizer of arithmetic": 4,
+    "asyncio workers": 5,
+    "dataclass": 5,
+    "logging setup": 7,
+    "configuration reader": 8,
+    "error tests": 8,
+    "context manager": 9,
+    "linked list": 13,
+    "line server": 11,
+    "interval arithmetic": 12,
+    "file walk": 14,
+    "mock tests": 14,
+    "enumeration": 15,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -23,6 +24,13 @@ def software() -> dict[str, Any]:
         "hf_treespec": __version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: those of the machine, or the share it was given."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def hardware(device: torch.device) -> str:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from .. import embedded
 from ..drafters import AutoDrafter
 from ..drafters.base import BlockDrafter
+from ..sources import find_source
 
 _EMBEDDED = "embedded"
 
@@ -25,6 +26,7 @@ def load_pair(
         device: By default the GPU where there is one.
 
     Raises:
+        FileNotFoundError: A path leads nowhere.
         ValueError: Only one of the two is embedded.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,6 +35,7 @@ def load_pair(
         raise ValueError(f"The embedded models belong together, got target {target!r} with drafter {drafter!r}.")
     if target == _EMBEDDED:
         return embedded.load(dtype, device, family=family or "dflash")
+    target, drafter = find_source(target), find_source(drafter)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype or "auto").to(device)
     drafter_dtype = "auto" if dtype in (None, torch.float16) else dtype
     return (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -36,6 +37,9 @@ ARM_KEYS = (
     "ms_per_round",
     "skipped",
 )
+
+#: Columns of a table that stay, however narrow the console: speed-up, τ and tokens a second.
+_KEPT_COLUMNS = 3
 
 
 def as_json(benchmark: Benchmark, **described: Any) -> dict[str, Any]:
@@ -176,33 +180,49 @@ def _format(value: float | None, pattern: str) -> str:
     return "–" if value is None else pattern.format(value)
 
 
-def section_table(title: str, section: Mapping[str, Any]) -> Table:
-    """A line an arm, the fastest in bold."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold", caption_justify="left")
-    table.add_column("arm", no_wrap=True)
-    for column in ("speed-up", "95 % interval", "with prefill", "τ", "tok/forward", "tok/s", "nodes", "identical"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _cells(row: Mapping[str, Any], on_gpu: bool) -> dict[str, str]:
+    """What a table says of a measured arm: the columns, what matters most first."""
+    low, high = row["speedup_ci95"] or (None, None)
+    match = _format(row["greedy_match"], "{:.0%}") + (f", {row['ties']} ties" if row["ties"] else "")
+    peak = {"peak GB": _format(row["peak_bytes"] and row["peak_bytes"] / 1e9, "{:.1f}")} if on_gpu else {}
+    return {
+        "speed-up": _format(row["speedup"], "{:.2f}×"),
+        "τ": _format(row["acceptance_length"], "{:.2f}"),
+        "tok/s": _format(row["tokens_per_second"], "{:.0f}"),
+        "identical": f"[bold red]{match}, {row['mismatches']} differ[/]" if row["mismatches"] else match,
+        "95 % interval": "–" if low is None else f"{low:.2f}–{high:.2f}",
+        "nodes": _format(row["mean_nodes"], "{:.1f}"),
+        **peak,
+        "with prefill": _format(row["end_to_end_speedup"], "{:.2f}×"),
+        "tok/forward": _format(row["tokens_per_forward"], "{:.2f}"),
+    }
+
+
+def section_table(console: Console, title: str, section: Mapping[str, Any]) -> Table:
+    """A line an arm, the fastest in bold, and as many columns as the console has room for."""
     measured = [row for row in section["arms"] if row["skipped"] is None]
     on_gpu = any(row["peak_bytes"] for row in measured)
-    if on_gpu:
-        table.add_column("peak GB", justify="right")
+    cells = {row["arm"]: _cells(row, on_gpu) for row in measured}
+    columns = list(next(iter(cells.values()), {}))
     fastest = max((row["speedup"] or 0.0 for row in measured), default=0.0)
-    for row in measured:
-        low, high = row["speedup_ci95"] or (None, None)
-        match = _format(row["greedy_match"], "{:.0%}") + (f", {row['ties']} ties" if row["ties"] else "")
-        cells = [
-            _format(row["speedup"], "{:.2f}×"),
-            "–" if low is None else f"{low:.2f}–{high:.2f}",
-            _format(row["end_to_end_speedup"], "{:.2f}×"),
-            _format(row["acceptance_length"], "{:.2f}"),
-            _format(row["tokens_per_forward"], "{:.2f}"),
-            _format(row["tokens_per_second"], "{:.0f}"),
-            _format(row["mean_nodes"], "{:.1f}"),
-            f"[bold red]{match}, {row['mismatches']} differ[/]" if row["mismatches"] else match,
-        ]
-        if on_gpu:
-            cells.append(_format(row["peak_bytes"] and row["peak_bytes"] / 1e9, "{:.1f}"))
-        table.add_row(row["arm"], *cells, style="bold" if row["speedup"] == fastest else None)
+
+    def table_of(columns: list[str]) -> Table:
+        table = Table(title=escape(title), title_justify="left", title_style="bold", caption_justify="left")
+        table.add_column("arm", no_wrap=True)
+        for column in columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in measured:
+            values = (cells[row["arm"]][column] for column in columns)
+            table.add_row(row["arm"], *values, style="bold" if row["speedup"] == fastest else None)
+        return table
+
+    # Columns that do not fit are left out, the last first: rich would cut a little off each.
+    shown, unlimited = len(columns), console.options.update(max_width=10_000)
+    while (
+        shown > _KEPT_COLUMNS and console.measure(table_of(columns[:shown]), options=unlimited).maximum > console.width
+    ):
+        shown -= 1
+    table = table_of(columns[:shown])
     notes = [f"{row['arm']} skipped: {row['skipped']}" for row in section["arms"] if row["skipped"] is not None]
     notes += section["notes"]
     notes += [
@@ -212,6 +232,8 @@ def section_table(title: str, section: Mapping[str, Any]) -> Table:
     ]
     if (section["repeated_4grams"] or 0.0) > REPETITION_LIMIT:
         notes.append(f"{section['repeated_4grams']:.0%} of the text's 4-grams repeat: looping text is easy to draft")
+    if columns[shown:]:
+        notes.append(f"a wider terminal also shows: {', '.join(columns[shown:])}")
     table.caption = escape("\n".join(notes)) or None
     return table
 

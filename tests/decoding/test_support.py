@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import batch, build, dflash, prompt, target
 from parity import GREEDY, SAMPLED, run
-from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
 import hf_treespec
+from hf_treespec import TreeSpecConfig
 from hf_treespec.decoding import UnsupportedRequestError, integration
 from hf_treespec.decoding.support import decoding_config
 
@@ -79,8 +87,28 @@ def test_an_unset_number_of_assistant_tokens_limits_nothing() -> None:
     config.num_assistant_tokens = 3
     assert decoding_config(dflash("qwen3"), config).depth == 3
     config.treespec = {"budget": 4}
-    with pytest.raises(TypeError, match="takes a TreeSpecConfig, got dict"):
+    assert decoding_config(dflash("qwen3"), config) == TreeSpecConfig(budget=4, depth=3)
+    config.treespec = 4
+    with pytest.raises(TypeError, match="takes a TreeSpecConfig or a dict of its options, got int"):
         decoding_config(dflash("qwen3"), config)
+
+
+def test_options_are_printed_and_saved_with_a_generation_config(tmp_path: Path) -> None:
+    options = TreeSpecConfig(budget=6, shape="chain", on_unsupported="plain")
+    config = GenerationConfig(treespec=options, max_new_tokens=12)
+    assert '"budget": 6' in repr(config)
+    config.save_pretrained(tmp_path)
+    loaded = GenerationConfig.from_pretrained(tmp_path)
+    assert repr(loaded) == repr(config)
+    assert decoding_config(dflash("qwen3"), loaded) == options
+    loaded.save_pretrained(tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path) == loaded
+    drafter = dflash("qwen3").with_options()
+    run(target("qwen3"), prompt(), assistant_model=drafter, generation_config=loaded, do_sample=False)
+    assert set(drafter.last_report.nodes_history) <= set(range(1, 7))
+    loaded.treespec["size"] = 3
+    with pytest.raises(TypeError, match="size"):
+        decoding_config(dflash("qwen3"), loaded)
 
 
 def test_uninstall_leaves_wrappers_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:

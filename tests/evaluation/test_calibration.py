@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_treespec.cli import app
 from hf_treespec.decoding import budgets
-from hf_treespec.evaluation.calibration import Check, calibrate, check, measure
+from hf_treespec.evaluation.calibration import LEAST_ROUNDS, Check, calibrate, check, measure
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_calibration_stores_a_profile_and_again_replaces_it(profiles: Path) -> N
 
 def test_rows_that_a_drafter_cannot_fill_are_not_reported() -> None:
     # One depth over 97 tokens gives a tree of 98 nodes at most.
-    measured = measure(target("qwen3"), dflash("qwen3").with_options(depth=1), 32, sizes=(1, 4, 200), rounds=2)
+    measured = measure(target("qwen3"), dflash("qwen3").with_options(depth=1), 32, sizes=(1, 4, 200), rounds=3)
     assert set(measured) <= {1, 4}
     assert 4 in measured
     assert all(ms > 0 for ms in measured.values())
@@ -44,7 +44,7 @@ def test_rows_that_a_drafter_cannot_fill_are_not_reported() -> None:
 def test_predictions_stand_beside_measurements() -> None:
     model, drafter = target("qwen3"), dflash("qwen3")
     calibrate(model, drafter)
-    short, long = check(model, drafter, (16, 200), rounds=2)
+    short, long = check(model, drafter, (16, 200), rounds=3)
     assert {item.context for item in short} == {16}
     assert {item.context for item in long} == {200}
     assert Check(16, 4, predicted_ms=3.0, measured_ms=2.0).error == pytest.approx(0.5)
@@ -54,11 +54,27 @@ def test_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     model, drafter = save_pair(build_pair(), tmp_path)
     plot = tmp_path / "curve.png"
-    arguments = ["--target", model, "--drafter", drafter, "--contexts", "16,40", "--rounds", "1", "--plot", str(plot)]
+    arguments = ["--target", model, "--drafter", drafter, "--contexts", "16,40", "--rounds", "3", "--plot", str(plot)]
     result = CliRunner().invoke(app, ["calibrate", *arguments])
     assert result.exit_code == 0, result.output
-    assert "Largest error" in result.output
+    assert "Median error" in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_median_needs_three_forwards() -> None:
+    result = CliRunner().invoke(app, ["calibrate", "--rounds", "1"])
+    assert result.exit_code == 2
+    assert "--rounds" in result.output
+    assert str(LEAST_ROUNDS) in result.output
+    with pytest.raises(ValueError, match="at least 3"):
+        measure(target("qwen3"), dflash("qwen3"), 16, rounds=LEAST_ROUNDS - 1)
+
+
+def test_only_rows_that_may_be_verified_are_listed() -> None:
+    model, drafter = target("qwen3"), dflash("qwen3").with_options(max_budget=4)
+    calibrate(model, drafter)
+    (found,) = check(model, drafter, (16,), rounds=3)
+    assert [item.rows for item in found] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("contexts", ["", "0", "many", "64,-1"])

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import os
+
 import pytest
 import torch
 from models import prompt, target
 
+from hf_treespec import embedded
 from hf_treespec.decoding.report import GenerationReport
-from hf_treespec.evaluation.demo import ArmResult, PromptResult, repeated_ngrams, summarise
-from hf_treespec.evaluation.demo_prompts import PROMPTS
+from hf_treespec.evaluation.demo import REGIMES, ArmResult, PromptResult, repeated_ngrams, summarise
+from hf_treespec.evaluation.demo_prompts import PROMPTS, SEEDS
+from hf_treespec.evaluation.encoding import encode_text
+from hf_treespec.evaluation.environment import usable_cores
+from hf_treespec.evaluation.measurement import REPETITION_LIMIT
 from hf_treespec.evaluation.timing import TimedCall, timed_generate
+
+embedded_pair = functools.cache(embedded.load)
 
 
 def arm(seconds: list[float], tokens: int = 11, rounds: int = 0, committed: int = 0) -> ArmResult:
@@ -82,9 +91,30 @@ def test_clock_leaves_the_first_token_out():
     assert torch.equal(call.sequence, model.generate(**prompt(), do_sample=True, top_k=0, max_new_tokens=6))
 
 
+def test_usable_cores_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert usable_cores() == 1
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert usable_cores() == 8
+
+
 def test_prompts_are_the_beginnings_of_files():
     assert len(PROMPTS) >= 14
     assert len(set(PROMPTS.values())) == len(PROMPTS)
     for text in PROMPTS.values():
         assert text.endswith("\n")
         assert text.isascii()
+    assert list(SEEDS) == list(PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_go_on_without_looping(name: str):
+    target, _, tokenizer = embedded_pair()
+    inputs = encode_text(tokenizer, PROMPTS[name])
+    torch.manual_seed(SEEDS[name])
+    output = target.generate(**inputs, **REGIMES["sampled"], max_new_tokens=128)
+    continuation = output[0, inputs["input_ids"].shape[1] :].tolist()
+    assert len(continuation) == 128
+    assert repeated_ngrams(continuation) <= REPETITION_LIMIT

@@ -10,6 +10,7 @@ from pairs import build_pair, save_pair
 
 from hf_treespec import embedded
 from hf_treespec.evaluation.loading import load_pair
+from hf_treespec.sources import find_source
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,23 @@ def test_embedded_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch, drafter
 def test_embedded_models_belong_together(names: tuple[str, str]):
     with pytest.raises(ValueError, match="belong together"):
         load_pair(*names)
+
+
+@pytest.mark.parametrize("name", ["./no/such/folder", "~/no-such-folder", "/no-such-folder", "no/such/folder"])
+def test_a_path_that_leads_nowhere_is_no_hub_id(name: str, folder: Path):
+    for pair in ((name, str(folder / "dflash")), (str(folder / "target"), name)):
+        with pytest.raises(FileNotFoundError, match=f"There is no folder '{name}'"):
+            load_pair(*pair)
+    with pytest.raises(FileNotFoundError):
+        find_source(Path("folder"))
+
+
+def test_a_source_is_a_folder_or_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "drafter").mkdir()
+    assert find_source("~/drafter") == find_source(tmp_path / "drafter") == str(tmp_path / "drafter")
+    assert find_source("owner/name") == "owner/name"
+    assert find_source("gpt2") == "gpt2"
 
 
 def test_a_missing_family_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -122,17 +122,32 @@ def results(speedup: float | None = 2.0, **changes: Any) -> dict[str, Any]:
 
 def test_tables_show_everything():
     console = Console(file=io.StringIO(), width=140, record=True)
-    console.print(section_table("made up", results()["datasets"][0]))
+    console.print(section_table(console, "made up", results()["datasets"][0]))
     text = console.export_text()
     for expected in ("3.00×", "2.00–4.00", "tree-8", "100%", "auto skipped: [not yet]", "a note", "50% of the text's"):
         assert expected in text
     rows = results()["datasets"][0]
     rows["arms"][1]["mismatches"] = 2
     rows["arms"][1]["peak_bytes"] = 3_000_000_000
-    console.print(section_table("made up", rows))
+    console.print(section_table(console, "made up", rows))
     text = console.export_text()
     assert "2 differ" in text
     assert "3.0" in text
+
+
+@pytest.mark.parametrize("width", [50, 80, 100])
+def test_what_matters_most_survives_a_narrow_terminal(width: int):
+    console = Console(file=io.StringIO(), width=width, record=True)
+    found = results()["datasets"][0]
+    found["arms"] += [{**found["arms"][1], "arm": "marginal-128", "peak_bytes": 3_000_000_000}]
+    console.print(section_table(console, "made up", found))
+    text = console.export_text()
+    for expected in ("tree-8", "marginal-128", "speed-up", "3.00×", "τ", "2.00", "tok/s", "10"):
+        assert expected in text
+    assert "…" not in text
+    assert "nodes" in text
+    assert ("2.00–4.00" in text) == (width >= 80)
+    assert ("tok/forward" in text.split("also shows")[0]) == (width > 110)
 
 
 def test_csv_appends(tmp_path: Path):
