@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
+from ..sources import find_source
 from .base import BlockDrafter
 
 
@@ -78,9 +79,10 @@ class AutoDrafter:
             kwargs: Passed on to the family's `from_pretrained`.
 
         Raises:
+            FileNotFoundError: It is a path, and there is nothing.
             ValueError: No family recognises the checkpoint.
         """
-        source = str(id_or_path)
+        source = find_source(id_or_path)
         names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub_kwargs = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         config, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
