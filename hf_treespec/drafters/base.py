@@ -214,6 +214,11 @@ class BlockDrafter(PreTrainedModel):
         return self.config.block_size - 1
 
     @property
+    def backbone(self) -> BlockDrafter:
+        """The drafter that this one refines; itself where there is none."""
+        return self
+
+    @property
     def weights(self) -> nn.Module:
         """What all views of this drafter (`with_options`) have in common, and no other drafter has."""
         return next(self.children(), self)

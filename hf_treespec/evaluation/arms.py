@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -123,10 +123,19 @@ def _tree(pair: Pair, name: str, nodes: int) -> Arm:
     return _with(pair, name, budget=nodes, shape="tree")
 
 
-def _marginal(pair: Pair, name: str, nodes: int) -> Arm:
-    if pair.family != "dflash":
+def _unconditional(pair: Pair) -> Pair:
+    """The pair with the drafter whose depths do not depend on one another: a TreeFlash drafter's backbone."""
+    if pair.family not in ("dflash", "treeflash"):
         raise UnavailableArmError(f"the depths of a {pair.family} drafter depend on one another")
-    return _tree(pair, name, nodes)
+    return replace(pair, drafter=pair.drafter.backbone)
+
+
+def _marginal(pair: Pair, name: str, nodes: int) -> Arm:
+    return _tree(_unconditional(pair), name, nodes)
+
+
+def _marginal_auto(pair: Pair, name: str) -> Arm:
+    return _auto(_unconditional(pair), name)
 
 
 def _treeflash(pair: Pair, name: str, nodes: int) -> Arm:
@@ -140,8 +149,7 @@ def _beam(pair: Pair, name: str, nodes: int) -> Arm:
 
 
 def _static(pair: Pair, name: str, nodes: int) -> Arm:
-    if pair.family != "dflash":
-        raise UnavailableArmError(f"the depths of a {pair.family} drafter depend on one another")
+    pair = _unconditional(pair)
     return Arm(name, {"assistant_model": reshaped(pair.drafter, StaticTopology(), budget=nodes, shape="tree")})
 
 
@@ -167,6 +175,7 @@ ARMS: dict[str, tuple[Callable[..., Arm], str]] = {
     "chain": (_chain, "the drafter's best chain"),
     "tree-N": (_tree, "the N best nodes"),
     "marginal-N": (_marginal, "the same for a drafter whose depths do not depend on one another (DDTree)"),
+    "marginal-auto": (_marginal_auto, "as many of them as pay"),
     "treeflash-N": (_treeflash, "the same for a TreeFlash drafter"),
     "beam-N": (_beam, f"up to N nodes of a beam of width {_BEAM_WIDTH}"),
     "static-N": (_static, "N nodes in one topology for all rounds (Medusa, EAGLE)"),

@@ -141,11 +141,6 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         weight = self.fc.weight[:, index * width : (index + 1) * width]
         return F.linear(hidden.to(weight.device, weight.dtype), weight)
 
-    @property
-    def backbone(self) -> DFlashDrafter:
-        """The model that denoises blocks: families that refine its distributions name it so."""
-        return self
-
     def lattice(
         self, modules: TargetModules, hidden: torch.Tensor, anchors: torch.Tensor, width: int, temperature: float = 1.0
     ) -> DraftLattice:
