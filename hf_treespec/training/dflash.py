@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerControl, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import PreTrainedModel
 
-from ..drafters.base import TargetModules
 from ..drafters.dflash import DFlashDrafter
-from .acceptance import acceptance_lengths
-from .blocks import draft_blocks, sample_anchors
-from .losses import distillation_loss
-from .muon import MuonWithAdamW
-from .teacher import teacher_forward
-
-#: Decay γ of the weight e^{−(k−1)/γ} of the k-th drafted token, by block size (paper, A.1).
-GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+from .distillation import DistillationObjective, Gamma, RunSettings, distill
 
 
 def initialise_from_target(
@@ -62,110 +50,6 @@ def initialise_from_target(
     return drafter
 
 
-class TokenSequences(Dataset):
-    """Sequences of one length, as `{"input_ids"}` of shape `[L]`."""
-
-    def __init__(self, sequences: np.ndarray) -> None:
-        self.sequences = sequences
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.from_numpy(self.sequences[index].astype(np.int64))}
-
-
-class DFlashObjective(nn.Module):
-    """The training loss of a batch of sequences; the frozen target is a teacher and no part of the module's state.
-
-    Args:
-        anchors: Blocks drawn for each sequence.
-        loss: `"kl"` or `"ce"`, see `distillation_loss`.
-        temperature: Temperature of the target's distribution for `"kl"`.
-        gamma: Decay of the weights along a block; by block size when None.
-    """
-
-    target: PreTrainedModel
-    borrowed: TargetModules
-
-    def __init__(
-        self,
-        drafter: DFlashDrafter,
-        target: PreTrainedModel,
-        *,
-        anchors: int = 128,
-        loss: str = "kl",
-        temperature: float = 1.0,
-        gamma: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.drafter = drafter
-        # Kept out of the registered modules: neither saved nor trained nor moved with the drafter.
-        object.__setattr__(self, "target", target.eval().requires_grad_(False))
-        object.__setattr__(self, "borrowed", TargetModules(target))
-        self.anchors, self.loss, self.temperature = anchors, loss, temperature
-        size = drafter.config.block_size
-        decay = gamma or GAMMA.get(size, size / 2)
-        self.slot_weights = [math.exp(-slot / decay) for slot in range(size - 1)]
-
-    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Loss of whole sequences, long `[B, T]`, over freshly drawn anchors."""
-        batch, length = input_ids.shape
-        anchors = sample_anchors(batch, length, self.drafter.config.block_size, self.anchors)
-        return {"loss": self.loss_at(input_ids, anchors.to(input_ids.device))}
-
-    def loss_at(self, input_ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """Loss over the blocks of given anchors, long `[B, A]`."""
-        drafter, modules = self.drafter, self.borrowed
-        features, teacher = teacher_forward(self.target, input_ids, drafter.config.target_layer_ids)
-        hidden = draft_blocks(drafter, modules, input_ids, features, anchors)
-        places = anchors[:, :, None] + torch.arange(1, drafter.config.block_size, device=anchors.device)
-        batch = torch.arange(len(input_ids), device=anchors.device)[:, None, None]
-        weights = torch.tensor(self.slot_weights, device=hidden.device).expand(places.shape)
-        return distillation_loss(
-            hidden.flatten(0, 2),
-            teacher[batch, places - 1].flatten(0, 2),
-            input_ids[batch, places].flatten(),
-            weights.flatten(),
-            modules.logits,
-            kind=self.loss,
-            temperature=self.temperature,
-            vocab_size=modules.vocab_size,
-        )
-
-
-class DFlashTrainer(Trainer):
-    """A Trainer whose evaluation is the acceptance length on text the target wrote."""
-
-    def __init__(self, *args: Any, prompt_length: int, tree_nodes: Sequence[int] = (16,), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.prompt_length, self.tree_nodes = prompt_length, tree_nodes
-
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        objective = self.accelerator.unwrap_model(self.model)
-        was_training = objective.training
-        objective.eval()
-        sequences = torch.stack([dataset[index]["input_ids"] for index in range(len(dataset))])
-        found = acceptance_lengths(
-            objective.drafter,
-            objective.target,
-            sequences.to(objective.target.device),
-            self.prompt_length,
-            tree_nodes=self.tree_nodes,
-        )
-        objective.train(was_training)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
-        self.log(metrics)
-        self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-
 def train_dflash(
     drafter: DFlashDrafter,
     target: PreTrainedModel,
@@ -173,20 +57,11 @@ def train_dflash(
     held_out: np.ndarray,
     output_dir: str | Path,
     *,
-    prompt_length: int,
     anchors: int = 128,
     loss: str = "kl",
     temperature: float = 1.0,
-    gamma: float | None = None,
-    tree_nodes: Sequence[int] = (16,),
-    batch_size: int = 4,
-    max_steps: int = 2000,
-    optimizer: Literal["adamw", "muon"] = "adamw",
-    learning_rate: float = 6e-4,
-    weight_decay: float = 0.0,
-    save_steps: int = 250,
-    logging_steps: int = 20,
-    seed: int = 0,
+    gamma: Gamma = "paper",
+    **run: Any,
 ) -> dict[str, float]:
     """Trains `drafter` in place on a cosine schedule.
 
@@ -194,51 +69,16 @@ def train_dflash(
 
     Args:
         sequences: Token sequences to train on, `[n, L]`: continuations sampled from the target, or real text.
-        held_out: Prompts and continuations of the target for the acceptance lengths, `[m, L']`.
-        prompt_length: Prompt tokens of the held-out sequences.
+        held_out: Prompts and continuations of the target to measure on, `[m, L']`.
         anchors: Blocks drawn for each sequence, anew each time it is seen.
         loss: `"kl"` to the target's distribution at `temperature`, or `"ce"` to the tokens, see `distillation_loss`.
-        gamma: Decay of the weights along a block; the paper's for the block size when None.
-        optimizer: `"adamw"` as in the paper, or `"muon"`, which needs far fewer steps where data and time are short.
-        tree_nodes: Budgets whose acceptance length is logged beside the chain's.
+        gamma: Decay of the weights along a block; the paper's for the block size, a number, or None for no decay.
+        run: Fields of `RunSettings`; `prompt_length` is required.
 
     Returns:
-        The held-out acceptance lengths at the end, `eval_tau_chain` and `eval_tau_tree_N`.
+        See `distill`: the held-out acceptance lengths among others, `eval_tau_chain` and `eval_tau_tree_N`.
     """
-    arguments = TrainingArguments(
-        output_dir=str(output_dir),
-        max_steps=max_steps,
-        per_device_train_batch_size=batch_size,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.02},
-        warmup_steps=max(1, max_steps // 25),
-        logging_steps=logging_steps,
-        save_steps=save_steps,
-        save_total_limit=2,
-        eval_strategy="steps",
-        eval_steps=save_steps,
-        report_to=[],
-        seed=seed,
-        data_seed=seed,
-        dataloader_pin_memory=False,
+    objective = DistillationObjective(
+        drafter, target, anchors=anchors, loss=loss, temperature=temperature, gamma=gamma
     )
-    objective = DFlashObjective(drafter, target, anchors=anchors, loss=loss, temperature=temperature, gamma=gamma)
-    own = None
-    if optimizer == "muon":
-        own = MuonWithAdamW(objective.named_parameters(), lr=learning_rate, weight_decay=weight_decay)
-    trainer = DFlashTrainer(
-        model=objective,
-        args=arguments,
-        train_dataset=TokenSequences(sequences),
-        eval_dataset=TokenSequences(held_out),
-        optimizers=(own, None),
-        prompt_length=prompt_length,
-        tree_nodes=tree_nodes,
-    )
-    target.to(arguments.device)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None)
-    return trainer.evaluate()
+    return distill(objective, sequences, held_out, output_dir, RunSettings(**run))

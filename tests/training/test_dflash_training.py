@@ -20,7 +20,8 @@ from hf_treespec.training import losses
 from hf_treespec.training.acceptance import acceptance_lengths
 from hf_treespec.training.blocks import sample_anchors
 from hf_treespec.training.continuations import load_continuations, sample_continuations, write_continuations
-from hf_treespec.training.dflash import DFlashObjective, initialise_from_target, train_dflash
+from hf_treespec.training.dflash import initialise_from_target, train_dflash
+from hf_treespec.training.distillation import DistillationObjective
 from hf_treespec.training.teacher import teacher_forward
 from hf_treespec.trees.expansion import expand
 
@@ -99,7 +100,7 @@ def test_the_loss_compares_slots_with_the_positions_they_draft():
     target = tiny_target()
     drafter = tiny_drafter(target)
     tokens = texts(1)
-    objective = DFlashObjective(drafter, target, temperature=0.6, gamma=2.0)
+    objective = DistillationObjective(drafter, target, temperature=0.6, gamma=2.0)
     session = drafter.start(target, 1, 64)
     features = fused_features(session, target, tokens)
     logits = target(tokens).logits
@@ -119,7 +120,7 @@ def test_the_loss_compares_slots_with_the_positions_they_draft():
 def test_the_target_is_frozen_and_not_saved():
     target = tiny_target()
     drafter = initialise_from_target(tiny_drafter(target), target)
-    objective = DFlashObjective(drafter, target)
+    objective = DistillationObjective(drafter, target)
     assert torch.equal(drafter.norm.weight, target.model.norm.weight)
     assert set(objective.state_dict()) == {f"drafter.{name}" for name in drafter.state_dict()}
     objective(texts(2))["loss"].backward()
@@ -131,7 +132,7 @@ def test_the_target_is_frozen_and_not_saved():
 def test_training_learns_a_small_set(tmp_path: Path, loss: str):
     drafter = tiny_drafter(tiny_target(), initializer_range=0.05)
     tokens = texts(4)
-    objective = DFlashObjective(drafter, tiny_target(), loss=loss)
+    objective = DistillationObjective(drafter, tiny_target(), loss=loss)
     anchors = torch.arange(1, LENGTH - BLOCK + 1).expand(4, -1)
     before = float(objective.loss_at(tokens, anchors))
     train(drafter, tmp_path, loss=loss, max_steps=60, save_steps=100, anchors=27)
