@@ -9,8 +9,8 @@ from pathlib import Path
 def last_checkpoint(folder: str | Path) -> str | None:
     """The latest complete `checkpoint-N` of a Trainer's folder; None where there is none.
 
-    The Trainer writes `trainer_state.json` last, so a checkpoint whose state cannot be read was cut short by the end of
-    its process, and the one before it counts.
+    The Trainer writes `trainer_state.json` last, so a checkpoint whose state cannot be read was cut short by the end
+    of its process, and the one before it counts.
     """
     found = sorted(
         (path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()),

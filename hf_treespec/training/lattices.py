@@ -28,7 +28,7 @@ def lattices_along(
         width: Children a parent may need.
 
     Yields:
-        `(anchor, lattice)`, the lattice `[B, D, M, K]` on the CPU, for every anchor whose whole block lies in the text.
+        `(anchor, lattice)`, the lattice `[B, D, M, K]` on the CPU, for each anchor whose whole block lies in the text.
     """
     batch, length = sequences.shape
     session = drafter.start(target, batch, length)
