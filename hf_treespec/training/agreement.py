@@ -14,7 +14,8 @@ from .blocks import draft_blocks
 from .losses import rows_at_once
 from .teacher import teacher_forward
 
-_ANCHORS_AT_ONCE = 64
+#: Anchors whose blocks are drafted in one forward.
+ANCHORS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def depth_agreement(
     blocks = 0
     for batch in sequences.split(batch_size):
         features, teacher = teacher_forward(target, batch, config.target_layer_ids)
-        for some in anchors.split(_ANCHORS_AT_ONCE):
+        for some in anchors.split(ANCHORS_AT_ONCE):
             hidden = draft_blocks(drafter, modules, batch, features, some.expand(len(batch), -1))
             wanted = teacher[:, some[:, None] + slots - 1]
             found = _compare(modules, hidden.flatten(0, 2), wanted.flatten(0, 2), temperature, ranks)

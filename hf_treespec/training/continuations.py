@@ -114,6 +114,13 @@ def write_continuations(
     return load_continuations(folder)[:sequences]
 
 
-def load_continuations(folder: Path) -> np.ndarray:
-    """Every sequence of a folder's shards, `[sequences, length]`."""
-    return np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
+def load_continuations(path: Path) -> np.ndarray:
+    """Every sequence of a `.npy` file, or of all shards in a folder, `[sequences, length]`.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    shards = sorted(path.glob("*.npy")) if path.is_dir() else [path]
+    if not shards:
+        raise FileNotFoundError(f"{path} holds no .npy shards of continuations.")
+    return np.concatenate([np.load(shard) for shard in shards])

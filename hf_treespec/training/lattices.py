@@ -14,18 +14,25 @@ from .teacher import teacher_forward
 
 @torch.no_grad()
 def lattices_along(
-    drafter: BlockDrafter, target: PreTrainedModel, sequences: torch.Tensor, prompt_length: int, *, width: int
+    drafter: BlockDrafter,
+    target: PreTrainedModel,
+    sequences: torch.Tensor,
+    prompt_length: int,
+    *,
+    width: int,
+    stride: int = 1,
 ) -> Iterator[tuple[int, DraftLattice]]:
-    """Drafts at one position after another, for all sequences at once, through a session as decoding has it.
+    """Drafts at one anchor after another, for all sequences at once, through a session as decoding has it.
 
-    The features of the whole texts come from one target forward, and each draft takes those of one more position into
-    its context, so the drafts are exactly those of a call that decodes the texts.
+    The features of the whole texts come from one target forward, and each draft takes those of the positions since the
+    last one into its context, so the drafts are exactly those of a call that decodes the texts.
 
     Args:
         drafter: Any drafter that drafts from features alone (none with extra rows in the verification forward).
         sequences: Texts of one length, long `[B, L]`.
         prompt_length: Position of the first anchor.
         width: Children a parent may need.
+        stride: Positions from one anchor to the next.
 
     Yields:
         `(anchor, lattice)`, the lattice `[B, D, M, K]` on the CPU, for each anchor whose whole block lies in the text.
@@ -40,7 +47,7 @@ def lattices_along(
     columns = torch.arange(length, device=sequences.device).expand(batch, -1)
     done, depth = 0, drafter.drafted_depths
     try:
-        for anchor in range(prompt_length, length - depth):
+        for anchor in range(prompt_length, length - depth, stride):
             state = DraftState(
                 anchors=sequences[:, anchor],
                 positions=columns[:, anchor],
