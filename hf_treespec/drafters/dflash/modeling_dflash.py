@@ -106,7 +106,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
     target's input embedding and head, so it has no vocabulary of its own.
     """
 
-    config_class = DFlashConfig
+    config_class: type[DFlashConfig] = DFlashConfig
     config: DFlashConfig
     main_input_name = "noise_embeds"
     _no_split_modules: ClassVar[list[str]] = ["DFlashLayer"]
@@ -143,7 +143,13 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
     def decode(
         self, block: torch.Tensor, context: torch.Tensor | None, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Final hidden states of block rows.
+        """Final hidden states of block rows, `[B, S, H]`: `denoise`, then the final norm."""
+        return self.norm(self.denoise(block, context, positions, attend))
+
+    def denoise(
+        self, block: torch.Tensor, context: torch.Tensor | None, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Last layer's hidden states of block rows, before the final norm, `[B, S, H]`.
 
         Args:
             block: Embeddings of the block rows, `[B, S, H]`.
@@ -154,7 +160,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         cos, sin = self.rotary_emb(block, positions)
         for layer in self.layers:
             block = layer(block, context, cos, sin, attend)
-        return self.norm(block)
+        return block
 
     def project_context(
         self, context: torch.Tensor, positions: torch.Tensor

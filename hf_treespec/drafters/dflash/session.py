@@ -107,6 +107,11 @@ class DFlashSession(DraftSession):
     @torch.no_grad()
     def draft(self, state: DraftState) -> torch.Tensor:
         """Takes the new features into the context; returns the block's final hidden states `[B, block_size, H]`."""
+        return self.drafter.norm(self.denoise(state))
+
+    @torch.no_grad()
+    def denoise(self, state: DraftState) -> torch.Tensor:
+        """`draft` without the final norm."""
         block = self.block
         block[:, 0] = self.modules.embed(state.anchors, block.dtype).to(block.device)
         append = _Append(self.buffers, state, state.positions.to(block.device)[:, None] + self.slots)
@@ -124,7 +129,7 @@ class DFlashSession(DraftSession):
             keys, values = self.buffers.storage[layer, :, :, :, first : append.end]
             return grouped_attention(queries, keys, values, mask)
 
-        hidden = self.drafter.decode(block, context, append.positions, attend)
+        hidden = self.drafter.denoise(block, context, append.positions, attend)
         append.finish()
         return hidden
 
