@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for everything the run writes")
     parser.add_argument("--continuations", type=Path, help=".npy file, or folder of them, to train on [n, 512]")
     parser.add_argument("--held-out", type=Path, help=".npy file, or folder of them, to measure on [m, 512]")
-    parser.add_argument("--sequences", type=int, default=2176, help="continuations to sample, or to use of those given")
+    parser.add_argument("--sequences", type=int, default=2176, help="continuations to sample, or to use of given ones")
     parser.add_argument("--held-out-sequences", type=int, default=64)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=4, help="sequences a step")

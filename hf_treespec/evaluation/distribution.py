@@ -34,9 +34,9 @@ class ChildAccuracy:
 
     Attributes:
         events: Nodes the text stood on.
-        hits: Of the nodes, those whose best child, of the highest conditional probability, holds the text's next token.
-        marginal_hits: Of the nodes, those whose depth's likeliest token by the marginals is the text's next token: what
-            the same drafter says without its look-back, on the same nodes.
+        hits: Of the nodes, those whose best child by the lattice holds the text's next token.
+        marginal_hits: Of the nodes, those where the spine's token of that depth is the text's next one: what the same
+            drafter says without its look-back, on the same nodes.
         dead_ends: Of the nodes, those that the lattice gives no children.
     """
 
@@ -175,7 +175,7 @@ def _events(lattice: DraftLattice, tree: DraftTree, texts: torch.Tensor, spines:
 def marginal_spines(
     drafter: DFlashDrafter, target: PreTrainedModel, sequences: torch.Tensor, prompt_length: int, stride: int = 1
 ) -> torch.Tensor:
-    """Likeliest token of every depth by the drafter's marginals, its look-back left out, `[n, anchors, D]` on the CPU."""
+    """Likeliest token of every depth by the marginals, without look-back, `[n, anchors, D]` on the CPU."""
     config, modules = drafter.config, TargetModules(target)
     features, _ = teacher_forward(target, sequences, config.target_layer_ids)
     last = sequences.shape[1] - drafter.drafted_depths
