@@ -250,8 +250,9 @@ def distill(
         settings=settings,
     )
     objective.target.to(arguments.device)
-    meter = Meter(arguments.device)
+    resumed = last_checkpoint(output_dir)
+    meter = Meter(arguments.device, resumed)
     trainer.add_callback(meter)
-    trainer.train(resume_from_checkpoint=last_checkpoint(output_dir))
+    trainer.train(resume_from_checkpoint=resumed)
     tokens_a_step = settings.batch_size * settings.accumulate * arguments.world_size * sequences.shape[1]
     return {**trainer.evaluate(), **meter.figures(tokens_a_step)}
