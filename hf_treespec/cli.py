@@ -1,4 +1,4 @@
-"""The command line: `hf-treespec demo`, `generate`, `verify`, `bench`, `calibrate`, `train`."""
+"""The command line: `hf-treespec demo`, `generate`, `verify`, `bench`, `calibrate`, `distribution`, `train`."""
 
 from __future__ import annotations
 
@@ -455,6 +455,68 @@ def calibrate(
     model, assistant, _ = _load(target, drafter, dtype, device)
     try:
         run_calibration(Console(), model, assistant, contexts=columns, rounds=rounds, again=again, plot=plot)
+    except (ImportError, OSError, ValueError) as error:
+        raise _fail(error) from None
+
+
+@app.command()
+def distribution(
+    target: Annotated[str, typer.Option(help="Target model: Hub id, path, or `embedded`.")] = "embedded",
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Its drafters, by comma: Hub ids, paths, `embedded` or `embedded:FAMILY`.  [default: embedded]"
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Prompts that the target continues, by comma, as `bench` takes them.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 16,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt; shorter ones are left out.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the target writes for each.")] = 192,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the target.")] = 0.8,
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes of the trees whose children count.")] = 32,
+    stride: Annotated[int, typer.Option(min=1, help="Positions from one draft to the next.")] = 1,
+    seed: SeedOption = 0,
+    dtype: Annotated[Precision, typer.Option(help="Format of the weights; the checkpoint's own by default.")] = (
+        Precision.auto
+    ),
+    device: DeviceOption = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the figures to.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder to draw figures into (extra `plots`).")] = None,
+) -> None:
+    """Measure how far drafters are from their target: distance and coverage by depth, best children of tree nodes.
+
+    All drafters are measured on the same text, which the target writes first. Nothing is timed.
+    """
+    from rich.console import Console
+
+    from .evaluation.distribution_command import run_distribution
+    from .evaluation.held_out import SLICES
+
+    if not data and target != "embedded":
+        raise typer.BadParameter("say which prompts to use; only the embedded pair has its own", param_hint="--data")
+    names = _split(drafter) or ["embedded"]
+    pairs = {name: _load(target, name, dtype, device) for name in names}
+    model, _, tokenizer = pairs[names[0]]
+    try:
+        run_distribution(
+            Console(),
+            model,
+            tokenizer,
+            {name: pair[1] for name, pair in pairs.items()},
+            data=_split(data) or list(SLICES),
+            prompts=prompts,
+            prompt_length=prompt_length,
+            new_tokens=new_tokens,
+            temperature=temperature,
+            nodes=nodes,
+            stride=stride,
+            seed=seed,
+            described={"target": target},
+            json_path=json,
+            plots=plots,
+        )
     except (ImportError, OSError, ValueError) as error:
         raise _fail(error) from None
 

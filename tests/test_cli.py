@@ -268,6 +268,25 @@ class TestBench:
         assert all(name in text for name in (*ARMS, *available_sets()))
 
 
+def test_distribution(paths: tuple[str, str], tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    data, report, figures = tmp_path / "prompts.jsonl", tmp_path / "report.json", tmp_path / "figures"
+    data.write_text("".join(json.dumps({"turns": [PROMPT * 4]}) + "\n" for _ in range(3)))
+    options = {"--prompts": 2, "--prompt-length": 8, "--new-tokens": 16, "--nodes": 8, "--stride": 2}
+    arguments = ["--target", paths[0], "--drafter", paths[1], "--data", str(data)]
+    arguments += ["--json", str(report), "--plots", str(figures)]
+    arguments += [str(part) for option in options.items() for part in option]
+    result = runner.invoke(app, ["distribution", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "best children in trees of 8 nodes" in result.stdout
+    (found,) = json.loads(report.read_text())["drafters"].values()
+    assert found["child_accuracy"]["on_spine"]["events"] > 0
+    assert {path.name for path in figures.iterdir()} == {"distance.png", "coverage.png", "children.png"}
+    too_long = runner.invoke(app, ["distribution", *arguments, "--prompt-length", "999"])
+    assert too_long.exit_code == 2
+    assert "no prompt has 999 tokens" in too_long.stderr
+
+
 class TestTraining:
     small = (
         ("--sequences", 4),
