@@ -168,6 +168,17 @@ def dflash(family: str, attention: str = "sdpa", block_size: int = 8) -> Any:
     return DFlashDrafter(config).eval()
 
 
+@functools.cache
+def treeflash(family: str, attention: str = "sdpa", **options: Any) -> Any:
+    """A TreeFlash drafter on the family's DFlash drafter; its random head changes most distributions."""
+    from hf_treespec.drafters.treeflash import TreeFlashDrafter
+
+    drafter = TreeFlashDrafter.from_dflash(dflash(family, attention), **{"num_parents": 5, **options})
+    generator = torch.Generator().manual_seed(12)
+    drafter.ar_approximation.d.weight.data.normal_(0.0, 0.5, generator=generator)
+    return drafter
+
+
 def prompt(length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
     """Inputs of one row of random tokens."""
     generator = torch.Generator().manual_seed(seed)

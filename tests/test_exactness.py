@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from covering import Cell, covered, covering, interactions, product
-from models import FAMILIES, VOCAB, batch, decoder_layers, dflash, hook_count, prompt, target
+from models import FAMILIES, VOCAB, batch, decoder_layers, dflash, hook_count, prompt, target, treeflash
 from parity import GREEDY, SAMPLED, Inputs, Run, assert_same, eos_tokens, run
 from rigged import BLOCK, RiggedDrafter, rigged, rows_of
 
@@ -27,7 +27,7 @@ AXES: dict[str, list[Any]] = {
     "attention": ["eager", "sdpa", "treespec"],
     "cache": ["dynamic", "static", "quantized"],
     "shape": ["chain", 2, 4, 8, 16, 33, 64],
-    "draft": ["perfect", "half", "wrong", "branched", "dflash"],
+    "draft": ["perfect", "half", "wrong", "branched", "dflash", "treeflash"],
     "batch": [1, 4],
     "mode": ["greedy", "sampled"],
 }
@@ -83,6 +83,8 @@ def reference(family: str, attention: str, cache: str, rows: int, mode: str) -> 
 def make_drafter(cell: Cell, rows: list[list[int]]) -> Any:
     if cell["draft"] == "dflash":
         return dflash(cell["family"], cell["attention"])
+    if cell["draft"] == "treeflash":
+        return treeflash(cell["family"], cell["attention"])
     kind, slots = ("half", 4) if cell["draft"] == "branched" else (cell["draft"], 1)
     return rigged(rows, kind, slots=slots, seed=sum(map(ord, name(cell))))
 

@@ -105,7 +105,26 @@ class TargetModules:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[..., V]` of final hidden states `[..., H]`."""
         hidden = hidden.to(self._head_device, self._head_dtype or hidden.dtype)
-        logits: torch.Tensor = _alive(self._lm_head)(hidden).float()[..., : self.vocab_size]
+        logits: torch.Tensor = _alive(self._lm_head)(hidden)
+        return self._scaled(logits.float()[..., : self.vocab_size])
+
+    @property
+    def selects(self) -> bool:
+        """Whether `logits_of` works: the head is a plain matrix, with nothing wrapped round it."""
+        head = _alive(self._lm_head)
+        return type(head) is nn.Linear and head.weight.is_floating_point() and not hasattr(head, "_hf_hook")
+
+    def logits_of(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits `[..., M, C]` of chosen tokens, long `[..., C]`, for states `[..., M, H]`; see `selects`."""
+        head = _alive(self._lm_head)
+        assert isinstance(head, nn.Linear)
+        tokens = tokens.to(self._head_device)
+        logits = hidden.to(head.weight) @ head.weight[tokens].mT
+        if head.bias is not None:
+            logits = logits + head.bias[tokens].unsqueeze(-2)
+        return self._scaled(logits.float())
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
         if self._softcap:

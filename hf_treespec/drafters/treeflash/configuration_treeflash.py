@@ -19,7 +19,8 @@ class TreeFlashConfig(DFlashConfig):
             A child among the M of its own depth can be extended, another is a dead end.
         head: Which logits of a corrected state are computed. `"full"`: of the whole vocabulary. `"candidates"`: of the
             `head_candidates` tokens that the uncorrected state ranks first, the only ones then drafted, and with an
-            estimated normaliser (see `CandidateScorer`). `"auto"` = full for vocabularies of at most 8,192.
+            estimated normaliser (see `score_candidates`). `"auto"` = full for vocabularies of at most 8,192. Under a
+            target whose head is no plain matrix (quantised, wrapped) it is always full.
         head_candidates: That number; at least `num_parents`.
         dead_end_discount: Above 0 and at most 1: a dead end goes on with the uncorrected distribution of the next
             depth, its probabilities times this; None = it ends. Chains always go on, so that they fill the block.

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ..dflash import DFlashDrafter
@@ -108,3 +109,11 @@ class TreeFlashDrafter(DFlashDrafter):
         # A tensor that a checkpoint lacks keeps its NaN.
         if self.ar_approximation is not None and module is self.ar_approximation.d and not is_loading():
             init.zeros_(self.ar_approximation.d.weight)
+
+    def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
+        """Opens a session for one `generate` call: a `TreeFlashSession`, or DFlash's where there is no head."""
+        if self.ar_approximation is None:
+            return super().start(target, batch_size, max_length)
+        from .session import TreeFlashSession
+
+        return TreeFlashSession(self, target, batch_size, max_length)
