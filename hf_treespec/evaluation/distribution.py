@@ -138,7 +138,7 @@ def child_accuracy(
         spines = marginal_spines(drafter, target, batch, prompt_length, stride)
         texts = batch.cpu()
         drafts = lattices_along(drafter, target, batch, prompt_length, width=max(1, nodes - 1), stride=stride)
-        for place, (anchor, lattice) in enumerate(drafts):
+        for place, (anchor, lattice, _) in enumerate(drafts):
             tree = expand(lattice, texts[:, anchor], nodes)
             counts += _events(lattice, tree, texts[:, anchor + 1 :], spines[:, place])
     on, off = (ChildAccuracy(*row) for row in counts.tolist())

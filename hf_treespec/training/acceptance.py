@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..drafters.base import BlockDrafter
 from ..trees import expand
-from .lattices import best_chain, lattices_along, rows_of, walk
+from .lattices import lattices_along, rows_of, walk
 
 
 def acceptance_lengths(
@@ -43,12 +43,13 @@ def acceptance_lengths(
         texts = batch.tolist()
         # Where each text's next round starts, for the chain and for each budget.
         due = {name: [prompt_length] * len(texts) for name in names}
-        for anchor, lattice in lattices_along(drafter, target, batch, prompt_length, width=width):
+        for anchor, lattice, chain in lattices_along(drafter, target, batch, prompt_length, width=width, chains=True):
+            assert chain is not None
             for name, nodes in zip(names, (0, *tree_nodes), strict=True):
                 rows = [row for row, place in enumerate(due[name]) if place == anchor]
                 if not rows:
                     continue
-                chosen = rows_of(lattice, rows) if nodes else best_chain(rows_of(lattice, rows))
+                chosen = rows_of(lattice if nodes else chain, rows)
                 trees = expand(chosen, batch[rows, anchor].cpu(), nodes or depth + 1)
                 for row, children in zip(rows, trees.children(), strict=True):
                     tokens = len(walk(children, texts[row][anchor + 1 : anchor + 1 + depth]))

@@ -128,6 +128,7 @@ class RunSettings:
         weight_decay: Decoupled decay.
         save_steps: Steps between checkpoints and measurements; a killed run loses at most as many.
         logging_steps: Steps between logged losses.
+        live_sequences: Held-out sequences measured on during the run; None = all, as at its end.
         eval_stride: Positions from one block to the next in the measured distance to the target.
         seed: Of the order of sequences and the choice of anchors.
     """
@@ -142,6 +143,7 @@ class RunSettings:
     weight_decay: float = 0.0
     save_steps: int = 250
     logging_steps: int = 20
+    live_sequences: int | None = 16
     eval_stride: int = 4
     seed: int = 0
 
@@ -245,7 +247,7 @@ def distill(
         model=objective,
         args=arguments,
         train_dataset=TokenSequences(sequences),
-        eval_dataset=TokenSequences(held_out),
+        eval_dataset=TokenSequences(held_out[: settings.live_sequences]),
         optimizers=(own, None),
         settings=settings,
     )
@@ -255,4 +257,4 @@ def distill(
     trainer.add_callback(meter)
     trainer.train(resume_from_checkpoint=resumed)
     tokens_a_step = settings.batch_size * settings.accumulate * arguments.world_size * sequences.shape[1]
-    return {**trainer.evaluate(), **meter.figures(tokens_a_step)}
+    return {**trainer.evaluate(TokenSequences(held_out)), **meter.figures(tokens_a_step)}

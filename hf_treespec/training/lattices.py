@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -21,7 +22,8 @@ def lattices_along(
     *,
     width: int,
     stride: int = 1,
-) -> Iterator[tuple[int, DraftLattice]]:
+    chains: bool = False,
+) -> Iterator[tuple[int, DraftLattice, DraftLattice | None]]:
     """Drafts at one anchor after another, for all sequences at once, through a session as decoding has it.
 
     The features of the whole texts come from one target forward, and each draft takes those of the positions since the
@@ -33,9 +35,11 @@ def lattices_along(
         prompt_length: Position of the first anchor.
         width: Children a parent may need.
         stride: Positions from one anchor to the next.
+        chains: Whether to ask for chains too, which a drafter that looks back may continue where trees end.
 
     Yields:
-        `(anchor, lattice)`, the lattice `[B, D, M, K]` on the CPU, for each anchor whose whole block lies in the text.
+        `(anchor, lattice, chain)` for each anchor whose whole block lies in the text: the lattice `[B, D, M, K]` on
+        the CPU, and the lattice of width 1 where it is asked for.
     """
     batch, length = sequences.shape
     session = drafter.start(target, batch, length)
@@ -57,11 +61,22 @@ def lattices_along(
                 depth=depth,
                 width=width,
             )
-            lattice = session.propose(state)
-            yield anchor, DraftLattice(lattice.tokens.cpu(), lattice.log_probs.cpu(), lattice.next_slot.cpu())
+            lattice = on_host(session.propose(state))
+            chain = None
+            if chains and lattice.tokens.shape[2] == 1:
+                chain = best_chain(lattice)
+            elif chains:
+                known = replace(state, features=None, feature_positions=None, width=1)
+                chain = on_host(session.propose(known))
+            yield anchor, lattice, chain
             done = anchor
     finally:
         session.close()
+
+
+def on_host(lattice: DraftLattice) -> DraftLattice:
+    """The lattice on the CPU."""
+    return DraftLattice(lattice.tokens.cpu(), lattice.log_probs.cpu(), lattice.next_slot.cpu())
 
 
 def rows_of(lattice: DraftLattice, rows: Sequence[int]) -> DraftLattice:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "drafters"))
 from dflash_models import BLOCK, VOCAB, fused_features, state, tiny_drafter, tiny_target
 
 from hf_treespec.drafters.dflash import DFlashDrafter
+from hf_treespec.drafters.treeflash import TreeFlashDrafter
 from hf_treespec.training import continuations as continuations_module
 from hf_treespec.training import losses
 from hf_treespec.training.acceptance import acceptance_lengths
@@ -160,10 +161,16 @@ def test_resuming_is_going_on(tmp_path: Path):
     }
 
 
-def test_acceptance_is_that_of_decoding():
+@pytest.mark.parametrize("look_back", [False, True], ids=["dflash", "treeflash"])
+def test_acceptance_is_that_of_decoding(look_back: bool):
     """τ equals a walk along the text, round by round, with a session drafting."""
     target = tiny_target()
     drafter = tiny_drafter(target)
+    if look_back:
+        drafter = TreeFlashDrafter.from_dflash(drafter, num_parents=3)
+        torch.manual_seed(6)
+        for parameter in drafter.ar_approximation.parameters():
+            parameter.data.normal_(0.0, 0.2)
     train_tokens = texts(3, 60)
     found = acceptance_lengths(drafter, target, train_tokens, PROMPT, tree_nodes=(4, 12))
     for nodes, name in ((0, "tau_chain"), (4, "tau_tree_4"), (12, "tau_tree_12")):
