@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences a step")
     parser.add_argument("--anchors", type=int, default=128, help="blocks drawn from a sequence")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-2)
     parser.add_argument("--loss", choices=("kl", "ce"), default="kl")
     parser.add_argument("--no-scaling", action="store_true", help="weigh all tokens of a block alike")
     parser.add_argument("--train-backbone", action="store_true", help="train the whole drafter, not the head alone")
