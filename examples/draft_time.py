@@ -75,7 +75,8 @@ def main() -> None:
 def configure(drafter: Any, name: str, candidates: int | None) -> None:
     """Sets M and C of a drafter; plain slots have none."""
     if name.isdigit():
-        drafter.config.num_parents, drafter.config.num_candidates = int(name), candidates
+        drafter.config.num_parents, drafter.config.head_candidates = int(name), candidates or 64
+        drafter.config.head = "candidates" if candidates else "full"
 
 
 if __name__ == "__main__":

@@ -1,65 +1,118 @@
-"""Trains the TreeFlash drafter that comes in the package, from the embedded DFlash drafter and text the target writes.
+"""Trains the TreeFlash head that comes in the package, on top of the embedded DFlash drafter.
 
-    python examples/train_treeflash.py --work build/embedded      # the folder of train_embedded.py, or an empty one
+    python examples/train_treeflash.py --work build/treeflash
+    python examples/train_treeflash.py --work build/treeflash --continuations build/embedded/continuations_train \
+        --held-out build/embedded/continuations_held_out
 
-Ablations are options: `--head linear`, `--loss ce`, `--tune-backbone`, `--no-scaling`.
+Text that the embedded target writes is what it learns from: sampled into the working folder with the embedded drafter
+to help, or taken from where it is already. Stopped and run again, it goes on where it was. The drafter comes to lie in
+`WORK/drafter`, its figures before and after in `WORK/metrics.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import hf_treespec
+from hf_treespec import embedded
 from hf_treespec.drafters.treeflash import TreeFlashDrafter
-from hf_treespec.training.continuations import load_continuations
-from hf_treespec.training.treeflash import train_treeflash
+from hf_treespec.training import corpus
+from hf_treespec.training.continuations import load_continuations, write_continuations
+from hf_treespec.training.distillation import RunSettings, measure
+from hf_treespec.training.treeflash import TreeFlashObjective, train_treeflash
 
 SEED = 0
-PROMPT_LENGTH, TEMPERATURE = 128, 0.8
+PROMPT_LENGTH, NEW_TOKENS = 128, 384
+TEMPERATURE = 0.8
+TREE_NODES = (8, 16, 32, 64)
+
+
+def texts(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: str, count: int, folder: Path
+) -> np.ndarray:
+    """The target's continuations of prompts from one side of the standard library's modules, `[count, L]`."""
+    stream = corpus.tokenize(corpus.read_texts(corpus.build_manifest(), split), tokenizer)
+    return write_continuations(
+        target,
+        stream,
+        folder,
+        sequences=count,
+        prompt_length=PROMPT_LENGTH,
+        new_tokens=NEW_TOKENS,
+        temperature=TEMPERATURE,
+        seed=SEED,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder with the continuations of train_embedded.py")
-    parser.add_argument("--output", type=Path, help="folder of this run; WORK/treeflash by default")
+    parser.add_argument("--work", type=Path, required=True, help="folder for everything the run writes")
+    parser.add_argument("--continuations", type=Path, help=".npy file, or folder of them, to train on [n, 512]")
+    parser.add_argument("--held-out", type=Path, help=".npy file, or folder of them, to measure on [m, 512]")
+    parser.add_argument("--sequences", type=int, default=2176, help="continuations to sample, or to use of given ones")
+    parser.add_argument("--held-out-sequences", type=int, default=64)
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step")
+    parser.add_argument("--anchors", type=int, default=128, help="blocks drawn from a sequence")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-2)
     parser.add_argument("--head", choices=("swiglu", "linear"), default="swiglu")
     parser.add_argument("--loss", choices=("kl", "ce"), default="kl")
-    parser.add_argument("--learning-rate", type=float, default=6e-3)
-    parser.add_argument("--tune-backbone", action="store_true", help="train the backbone with the head")
-    parser.add_argument("--no-scaling", action="store_true", help="weigh all positions of a block alike")
+    parser.add_argument("--no-scaling", action="store_true", help="weigh all tokens of a block alike")
+    parser.add_argument("--train-backbone", action="store_true", help="train the whole drafter, not the head alone")
+    parser.add_argument("--save-steps", type=int, default=250)
     arguments = parser.parse_args()
-    output = arguments.output or arguments.work / "treeflash"
+    work: Path = arguments.work
+    work.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(SEED)
-    target, dflash, _ = hf_treespec.embedded.load()
-    drafter = TreeFlashDrafter.from_dflash(dflash, ar_approximation=arguments.head)
-    sequences = load_continuations(arguments.work / "continuations_train")
-    metrics = train_treeflash(
+    target, base, tokenizer = embedded.load(family="dflash")
+    if arguments.continuations:
+        written = load_continuations(arguments.continuations)[: arguments.sequences]
+    else:
+        written = texts(target, tokenizer, "train", arguments.sequences, work / "continuations_train")
+    if arguments.held_out:
+        held_out = load_continuations(arguments.held_out)[: arguments.held_out_sequences]
+    else:
+        count = arguments.held_out_sequences
+        held_out = texts(target, tokenizer, "held_out", count, work / "continuations_held_out")
+
+    drafter = TreeFlashDrafter.from_dflash(base, ar_approximation=arguments.head)
+    run = {"prompt_length": PROMPT_LENGTH, "tree_nodes": TREE_NODES}
+    # A fresh head corrects nothing, so these are the figures of the drafter it starts from.
+    before = measure(
+        TreeFlashObjective(drafter, target, temperature=TEMPERATURE),
+        torch.from_numpy(held_out.astype(np.int64)),
+        RunSettings(**run),
+    )
+    print(json.dumps({"before": before}, indent=2), flush=True)
+    after = train_treeflash(
         drafter,
         target,
-        sequences,
-        load_continuations(arguments.work / "continuations_held_out"),
-        output / "run",
-        prompt_length=PROMPT_LENGTH,
+        written,
+        held_out,
+        work / "run",
         temperature=TEMPERATURE,
-        tree_nodes=(8, 16, 32, 64),
+        anchors=arguments.anchors,
         loss=arguments.loss,
-        gamma=math.inf if arguments.no_scaling else None,
-        freeze_backbone=not arguments.tune_backbone,
-        optimizer="muon",
-        learning_rate=arguments.learning_rate,
+        gamma=None if arguments.no_scaling else "paper",
+        freeze_backbone=not arguments.train_backbone,
+        batch_size=arguments.batch,
         max_steps=arguments.steps,
+        optimizer=arguments.optimizer,
+        learning_rate=arguments.learning_rate,
+        save_steps=arguments.save_steps,
         seed=SEED,
+        **run,
     )
-    drafter.to(torch.float16).save_pretrained(output / "drafter")
-    (output / "metrics.json").write_text(json.dumps(metrics, indent=2))
-    print(json.dumps(metrics, indent=2))
+    drafter.to(torch.float16).save_pretrained(work / "drafter")
+    (work / "metrics.json").write_text(json.dumps({"before": before, "after": after}, indent=2))
+    print(json.dumps({"after": after}, indent=2))
 
 
 if __name__ == "__main__":

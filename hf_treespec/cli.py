@@ -1,8 +1,9 @@
-"""The command line: `hf-treespec demo`, `generate`, `verify`, `bench`, `calibrate`, `train`."""
+"""The command line: `hf-treespec demo`, `generate`, `verify`, `bench`, `calibrate`, `distribution`, `train`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,8 @@ from . import __version__
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+    from .training.commands import Job
 
 app = typer.Typer(
     name="hf-treespec",
@@ -47,6 +50,20 @@ class Precision(StrEnum):
         import torch
 
         return None if self is Precision.auto else getattr(torch, self.value)
+
+
+class Loss(StrEnum):
+    """What a drafter is trained towards."""
+
+    kl = "kl"
+    ce = "ce"
+
+
+class Optimizer(StrEnum):
+    """What trains a drafter."""
+
+    adamw = "adamw"
+    muon = "muon"
 
 
 TargetArgument = Annotated[str, typer.Argument(help="Target model: Hub id, path, or `embedded`.")]
@@ -444,96 +461,215 @@ def calibrate(
         raise _fail(error) from None
 
 
+@app.command()
+def distribution(
+    target: Annotated[str, typer.Option(help="Target model: Hub id, path, or `embedded`.")] = "embedded",
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Its drafters, by comma: Hub ids, paths, `embedded` or `embedded:FAMILY`.  [default: embedded]"
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Prompts that the target continues, by comma, as `bench` takes them.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 16,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt; shorter ones are left out.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the target writes for each.")] = 192,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the target.")] = 0.8,
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes of the trees whose children count.")] = 32,
+    stride: Annotated[int, typer.Option(min=1, help="Positions from one draft to the next.")] = 1,
+    seed: SeedOption = 0,
+    dtype: Annotated[Precision, typer.Option(help="Format of the weights; the checkpoint's own by default.")] = (
+        Precision.auto
+    ),
+    device: DeviceOption = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the figures to.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder to draw figures into (extra `plots`).")] = None,
+) -> None:
+    """Measure how far drafters are from their target: distance and coverage by depth, best children of tree nodes.
+
+    All drafters are measured on the same text, which the target writes first. Nothing is timed.
+    """
+    from rich.console import Console
+
+    from .evaluation.distribution_command import run_distribution
+    from .evaluation.held_out import SLICES
+
+    if not data and target != "embedded":
+        raise typer.BadParameter("say which prompts to use; only the embedded pair has its own", param_hint="--data")
+    names = _split(drafter) or ["embedded"]
+    pairs = {name: _load(target, name, dtype, device) for name in names}
+    model, _, tokenizer = pairs[names[0]]
+    try:
+        run_distribution(
+            Console(),
+            model,
+            tokenizer,
+            {name: pair[1] for name, pair in pairs.items()},
+            data=_split(data) or list(SLICES),
+            prompts=prompts,
+            prompt_length=prompt_length,
+            new_tokens=new_tokens,
+            temperature=temperature,
+            nodes=nodes,
+            stride=stride,
+            seed=seed,
+            described={"target": target},
+            json_path=json,
+            plots=plots,
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise _fail(error) from None
+
+
 def _split(values: list[str] | None) -> list[str]:
     """The parts of values that are separated by commas."""
     return [part.strip() for value in values or [] for part in value.split(",") if part.strip()]
 
 
+TrainTargetOption = Annotated[str, typer.Option("--target", help="Target model: Hub id, path, or `embedded`.")]
+OutputOption = Annotated[
+    Path, typer.Option("--output", file_okay=False, help="Folder for the drafter and the state of the run.")
+]
+DataOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--data",
+        exists=True,
+        dir_okay=False,
+        help='Text file, or JSONL of {"text": ...} or {"turns": [...]} lines that the target continues or answers; '
+        "may repeat. The embedded target has its own.",
+    ),
+]
+SequencesOption = Annotated[int, typer.Option(min=1, help="Continuations to sample from the target.")]
+HeldOutOption = Annotated[
+    int, typer.Option("--held-out-sequences", min=1, help="Continuations to measure acceptance on.")
+]
+PromptLengthOption = Annotated[int, typer.Option(min=1, help="Tokens of a prompt, cut from the data.")]
+NewTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of a continuation.")]
+WritingTemperatureOption = Annotated[float, typer.Option(min=0.01, help="Temperature of the continuations.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
+BatchSizeOption = Annotated[int, typer.Option(min=1, help="Sequences of a forward.")]
+AccumulateOption = Annotated[int, typer.Option(min=1, help="Forwards of a step.")]
+AnchorsOption = Annotated[int, typer.Option(min=1, help="Blocks drawn from a sequence.")]
+LossOption = Annotated[Loss, typer.Option(help="Forward KL to the target's distribution, or its tokens alone.")]
+SaveStepsOption = Annotated[int, typer.Option(min=1, help="Steps between checkpoints and measurements.")]
+OptimizerOption = Annotated[Optimizer, typer.Option(help="AdamW, or Muon where data and time are short.")]
+TargetPrecisionOption = Annotated[
+    Precision, typer.Option(help="Format of the target; the drafter is trained in float32.")
+]
+
+
 @train_app.command("dflash")
 def train_dflash_command(
-    target: Annotated[str, typer.Argument(help="Target model: Hub id or path.")],
-    data: Annotated[
-        list[Path],
-        typer.Option("--data", exists=True, dir_okay=False, help="Text file, or JSONL with `text`; may repeat."),
-    ],
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder for the drafter and the state of the run.")],
+    output: OutputOption,
+    target: TrainTargetOption = "embedded",
+    data: DataOption = None,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Rows of a block, the anchor included.")] = 16,
     mask_token_id: Annotated[
         int | None,
         typer.Option(help="Mask token; the tokenizer's, or the first id it does not use, if not set."),
     ] = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Continuations to sample from the target.")] = 4096,
-    held_out_sequences: Annotated[int, typer.Option(min=1, help="Continuations to measure acceptance on.")] = 32,
-    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, cut from the data.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a continuation.")] = 384,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Temperature of the continuations.")] = 0.8,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 2000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
-    anchors: Annotated[int, typer.Option(min=1, help="Blocks drawn from a sequence.")] = 128,
+    sequences: SequencesOption = 4096,
+    held_out_sequences: HeldOutOption = 32,
+    prompt_length: PromptLengthOption = 128,
+    new_tokens: NewTokensOption = 384,
+    temperature: WritingTemperatureOption = 0.8,
+    steps: StepsOption = 2000,
+    batch_size: BatchSizeOption = 4,
+    accumulate: AccumulateOption = 1,
+    anchors: AnchorsOption = 128,
+    loss: LossOption = Loss.kl,
+    optimizer: OptimizerOption = Optimizer.adamw,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 6e-4,
-    save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints and measurements.")] = 250,
-    dtype: Annotated[Precision, typer.Option(help="Format of the target; the drafter is trained in float32.")] = (
-        Precision.auto
-    ),
+    save_steps: SaveStepsOption = 250,
+    dtype: TargetPrecisionOption = Precision.auto,
     device: DeviceOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Train a DFlash drafter on text that the target itself continues. Run again, it goes on where it stopped."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Train a DFlash drafter from scratch on text that the target itself writes.
 
-    from .drafters.dflash import DFlashConfig, DFlashDrafter
-    from .training.continuations import write_continuations
-    from .training.dflash import initialise_from_target, train_dflash
-    from .training.streams import documents, token_stream
+    Run again with the same options, it goes on where it stopped.
+    """
+    from .training.commands import run_dflash
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    job = _job(**locals())
+    _train(lambda: run_dflash(job, layers=layers, block_size=block_size, mask_token_id=mask_token_id))
+
+
+@train_app.command("treeflash")
+def train_treeflash_command(
+    output: OutputOption,
+    target: TrainTargetOption = "embedded",
+    init: Annotated[
+        str,
+        typer.Option(help="DFlash drafter the head stands on, or a TreeFlash drafter to go on with: id or path."),
+    ] = "embedded",
+    data: DataOption = None,
+    freeze_backbone: Annotated[
+        bool, typer.Option(help="Train the head alone, which the paper found as good as everything.")
+    ] = True,
+    scaling: Annotated[bool, typer.Option(help="Weigh the first tokens of a block most.")] = True,
+    sequences: SequencesOption = 4096,
+    held_out_sequences: HeldOutOption = 32,
+    prompt_length: PromptLengthOption = 128,
+    new_tokens: NewTokensOption = 384,
+    temperature: WritingTemperatureOption = 0.8,
+    steps: StepsOption = 2000,
+    batch_size: BatchSizeOption = 4,
+    accumulate: AccumulateOption = 1,
+    anchors: AnchorsOption = 128,
+    loss: LossOption = Loss.kl,
+    optimizer: OptimizerOption = Optimizer.adamw,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-4,
+    save_steps: SaveStepsOption = 250,
+    dtype: TargetPrecisionOption = Precision.auto,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Train a TreeFlash head on a DFlash drafter, which helps to write the text it learns from.
+
+    Run again with the same options, it goes on where it stopped.
+    """
+    from .training.commands import run_treeflash
+
+    job = _job(**locals())
+    gamma = "paper" if scaling else None
+    _train(lambda: run_treeflash(job, init, gamma=gamma, freeze_backbone=freeze_backbone))
+
+
+def _job(**options: Any) -> Job:
+    """The job that the options of a `train` command describe."""
+    from .training.commands import Job
+
+    return Job(
+        target=options["target"],
+        output=options["output"],
+        data=tuple(options["data"] or ()),
+        sequences=options["sequences"],
+        held_out=options["held_out_sequences"],
+        prompt_length=options["prompt_length"],
+        new_tokens=options["new_tokens"],
+        temperature=options["temperature"],
+        anchors=options["anchors"],
+        loss=options["loss"].value,
+        run={
+            "max_steps": options["steps"],
+            "optimizer": options["optimizer"].value,
+            **{name: options[name] for name in ("batch_size", "accumulate", "learning_rate", "save_steps", "seed")},
+        },
+        dtype=options["dtype"].torch_dtype(),
+        device=options["device"],
+    )
+
+
+def _train(run: Callable[[], dict[str, float]]) -> None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype.torch_dtype() or "auto").to(device)
-        stream = token_stream(documents(data), tokenizer)
+        metrics = run()
     except (OSError, ValueError) as error:
         raise _fail(error) from None
-    if mask_token_id is None:
-        mask_token_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
-    if mask_token_id >= model.config.get_text_config().vocab_size:
-        raise typer.BadParameter(
-            "the target has no unused token to mask with; choose one", param_hint="--mask-token-id"
-        )
-    held_out = len(stream) // 20
-    if held_out <= prompt_length:
-        raise typer.BadParameter(f"{len(stream)} tokens are too few for held-out prompts of {prompt_length}")
-
-    torch.manual_seed(seed)
-    config = DFlashConfig.for_target(
-        model.config, num_hidden_layers=layers, block_size=block_size, mask_token_id=mask_token_id
-    )
-    drafter = initialise_from_target(DFlashDrafter(config), model).to(device)
-    sampling: dict[str, Any] = {"prompt_length": prompt_length, "new_tokens": new_tokens, "temperature": temperature}
-    folder = output / "continuations"
-    train = write_continuations(
-        model, stream[:-held_out], folder / "train", sequences=sequences, seed=seed, **sampling
-    )
-    measured = write_continuations(
-        model, stream[-held_out:], folder / "held_out", sequences=held_out_sequences, seed=seed + 1, **sampling
-    )
-    metrics = train_dflash(
-        drafter,
-        model,
-        train,
-        measured,
-        output / "run",
-        prompt_length=prompt_length,
-        temperature=temperature,
-        anchors=anchors,
-        batch_size=batch_size,
-        max_steps=steps,
-        learning_rate=learning_rate,
-        save_steps=save_steps,
-        seed=seed,
-    )
-    drafter.save_pretrained(output)
     typer.echo("\n".join(f"{name}: {value:.3f}" for name, value in metrics.items()))
 
 

@@ -169,13 +169,13 @@ def dflash(family: str, attention: str = "sdpa", block_size: int = 8) -> Any:
 
 
 @functools.cache
-def treeflash(family: str, attention: str = "sdpa") -> Any:
-    """A TreeFlash drafter over `dflash`, whose random head matters, with dead ends and tokens nobody scores."""
+def treeflash(family: str, attention: str = "sdpa", **options: Any) -> Any:
+    """A TreeFlash drafter on the family's DFlash drafter; its random head changes most distributions."""
     from hf_treespec.drafters.treeflash import TreeFlashDrafter
 
-    drafter = TreeFlashDrafter.from_dflash(dflash(family, attention), num_parents=5, num_candidates=40)
+    drafter = TreeFlashDrafter.from_dflash(dflash(family, attention), **{"num_parents": 5, **options})
     generator = torch.Generator().manual_seed(12)
-    drafter.ar_approximation.d.weight.data.normal_(0.0, 0.3, generator=generator)
+    drafter.ar_approximation.d.weight.data.normal_(0.0, 0.5, generator=generator)
     return drafter
 
 

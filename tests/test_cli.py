@@ -10,6 +10,7 @@ import click
 import pytest
 import torch
 import typer
+from click.testing import Result
 from pairs import PROMPT, Pair, build_pair, save_pair
 from typer.testing import CliRunner
 
@@ -70,6 +71,7 @@ def test_everything_is_documented():
         "hf-treespec verify",
         "hf-treespec bench",
         "hf-treespec train dflash",
+        "hf-treespec train treeflash",
     } <= set(found)
     for name, command in found.items():
         assert command.help, name
@@ -276,25 +278,87 @@ class TestBench:
         assert all(name in text for name in (*ARMS, *available_sets()))
 
 
-def test_train_dflash(paths: tuple[str, str], tmp_path: Path):
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": PROMPT * 20}) + "\n" for _ in range(20)))
-    output = tmp_path / "drafter"
-    small = {
-        "--layers": 1,
-        "--block-size": 4,
-        "--sequences": 4,
-        "--held-out-sequences": 2,
-        "--prompt-length": 8,
-        "--new-tokens": 24,
-        "--steps": 2,
-        "--batch-size": 2,
-        "--anchors": 4,
-        "--save-steps": 2,
-    }
-    options = [str(part) for option in small.items() for part in option]
-    result = runner.invoke(app, ["train", "dflash", paths[0], "--data", str(data), "--output", str(output), *options])
+def test_distribution(paths: tuple[str, str], tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    data, report, figures = tmp_path / "prompts.jsonl", tmp_path / "report.json", tmp_path / "figures"
+    data.write_text("".join(json.dumps({"turns": [PROMPT * 4]}) + "\n" for _ in range(3)))
+    options = {"--prompts": 2, "--prompt-length": 8, "--new-tokens": 16, "--nodes": 8, "--stride": 2}
+    arguments = ["--target", paths[0], "--drafter", paths[1], "--data", str(data)]
+    arguments += ["--json", str(report), "--plots", str(figures)]
+    arguments += [str(part) for option in options.items() for part in option]
+    result = runner.invoke(app, ["distribution", *arguments])
     assert result.exit_code == 0, result.output
-    assert "eval_tau_tree_16: " in result.stdout
-    assert AutoDrafter.from_pretrained(output).config.block_size == 4
-    assert runner.invoke(app, ["verify", paths[0], str(output), "-p", PROMPT]).exit_code == 0
+    assert "best children in trees of 8 nodes" in result.stdout
+    (found,) = json.loads(report.read_text())["drafters"].values()
+    assert found["child_accuracy"]["on_spine"]["events"] > 0
+    assert {path.name for path in figures.iterdir()} == {"distance.png", "coverage.png", "children.png"}
+    too_long = runner.invoke(app, ["distribution", *arguments, "--prompt-length", "999"])
+    assert too_long.exit_code == 2
+    assert "no prompt has 999 tokens" in too_long.stderr
+
+
+class TestTraining:
+    small = (
+        ("--sequences", 4),
+        ("--held-out-sequences", 2),
+        ("--prompt-length", 8),
+        ("--new-tokens", 24),
+        ("--steps", 2),
+        ("--batch-size", 2),
+        ("--anchors", 4),
+        ("--save-steps", 2),
+    )
+
+    def train(self, family: str, target: str, output: Path, data: Path, *options: object) -> Result:
+        given = [str(part) for option in self.small for part in option]
+        arguments = ["train", family, "--target", target, "--output", str(output), "--data", str(data), *given]
+        return runner.invoke(app, [*arguments, *map(str, options)])
+
+    @pytest.fixture
+    def texts(self, tmp_path: Path) -> Path:
+        path = tmp_path / "texts.jsonl"
+        path.write_text("".join(json.dumps({"text": PROMPT * 20}) + "\n" for _ in range(20)))
+        return path
+
+    def test_dflash(self, paths: tuple[str, str], texts: Path, tmp_path: Path):
+        output = tmp_path / "drafter"
+        result = self.train("dflash", paths[0], output, texts, "--layers", 1, "--block-size", 4)
+        assert result.exit_code == 0, result.output
+        assert "eval_tau_tree_16: " in result.stdout
+        assert AutoDrafter.from_pretrained(output).config.block_size == 4
+        assert runner.invoke(app, ["verify", paths[0], str(output), "-p", PROMPT]).exit_code == 0
+
+    def test_treeflash(self, paths: tuple[str, str], tmp_path: Path):
+        chats = tmp_path / "chats.jsonl"
+        lines = (json.dumps({"turns": [f"{PROMPT} # {number}", "go on"]}) for number in range(40))
+        chats.write_text("\n".join(lines))
+        output = tmp_path / "drafter"
+        result = self.train("treeflash", paths[0], output, chats, "--init", paths[1], "--loss", "ce")
+        assert result.exit_code == 0, result.output
+        assert "eval_tvd: " in result.stdout
+        trained = AutoDrafter.from_pretrained(output)
+        assert type(trained).__name__ == "TreeFlashDrafter"
+        log = json.loads((output / "training_log.json").read_text())
+        assert log["settings"]["loss"] == "ce"
+        assert log["metrics"]["eval_tau_chain"] >= 1
+        assert any("eval_tau_chain" in entry for entry in log["history"])
+        card = (output / "README.md").read_text()
+        assert card.startswith("---\nlibrary_name: hf_treespec\n")
+        assert f"{log['metrics']['eval_tau_chain']:.4g}" in card
+        assert "chats.jsonl" in card
+        shards = {path: path.stat().st_mtime_ns for path in (output / "continuations").rglob("*.npy")}
+        again = self.train("treeflash", paths[0], output, chats, "--init", paths[1], "--loss", "ce")
+        assert again.exit_code == 0, again.output
+        assert {path: path.stat().st_mtime_ns for path in (output / "continuations").rglob("*.npy")} == shards
+        retrained = AutoDrafter.from_pretrained(output).state_dict()
+        assert all(torch.equal(tensor, retrained[name]) for name, tensor in trained.state_dict().items())
+
+    def test_what_is_missing_is_said_in_a_line(self, paths: tuple[str, str], tmp_path: Path):
+        result = runner.invoke(app, ["train", "treeflash", "--target", paths[0], "--output", str(tmp_path / "x")])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("Error: ")
+        short = tmp_path / "short.txt"
+        short.write_text("x")
+        result = self.train("treeflash", paths[0], tmp_path / "x", short, "--init", paths[1])
+        assert result.exit_code == 2
+        assert "too few" in result.stderr

@@ -81,8 +81,10 @@ def reference(family: str, attention: str, cache: str, rows: int, mode: str) -> 
 
 
 def make_drafter(cell: Cell, rows: list[list[int]]) -> Any:
-    if cell["draft"] in ("dflash", "treeflash"):
-        return {"dflash": dflash, "treeflash": treeflash}[cell["draft"]](cell["family"], cell["attention"])
+    if cell["draft"] == "dflash":
+        return dflash(cell["family"], cell["attention"])
+    if cell["draft"] == "treeflash":
+        return treeflash(cell["family"], cell["attention"])
     kind, slots = ("half", 4) if cell["draft"] == "branched" else (cell["draft"], 1)
     return rigged(rows, kind, slots=slots, seed=sum(map(ord, name(cell))))
 

@@ -105,21 +105,26 @@ class TargetModules:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[..., V]` of final hidden states `[..., H]`."""
         hidden = hidden.to(self._head_device, self._head_dtype or hidden.dtype)
-        return self._finished(_alive(self._lm_head)(hidden).float()[..., : self.vocab_size])
+        logits: torch.Tensor = _alive(self._lm_head)(hidden)
+        return self._scaled(logits.float()[..., : self.vocab_size])
 
-    def logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Float32 logits `[..., M, C]` of some tokens, long `[..., C]`, at final hidden states `[..., M, H]`.
+    @property
+    def selects(self) -> bool:
+        """Whether `logits_of` works: the head is a plain matrix, with nothing wrapped round it."""
+        head = _alive(self._lm_head)
+        return type(head) is nn.Linear and head.weight.is_floating_point() and not hasattr(head, "_hf_hook")
 
-        Pays for those tokens alone where the head is a plain linear layer.
-        """
-        head, tokens = _alive(self._lm_head), tokens.to(self._head_device)
-        if not _is_plain(head) or 2 * tokens.shape[-1] > self.vocab_size:
-            wanted = tokens[..., None, :].expand(*hidden.shape[:-1], -1)
-            return self.logits(hidden).gather(-1, wanted)
-        columns = _weight(head)[tokens]
-        return self._finished((hidden.to(columns) @ columns.transpose(-1, -2)).float())
+    def logits_of(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits `[..., M, C]` of chosen tokens, long `[..., C]`, for states `[..., M, H]`; see `selects`."""
+        head = _alive(self._lm_head)
+        assert isinstance(head, nn.Linear)
+        tokens = tokens.to(self._head_device)
+        logits = hidden.to(head.weight) @ head.weight[tokens].mT
+        if head.bias is not None:
+            logits = logits + head.bias[tokens].unsqueeze(-2)
+        return self._scaled(logits.float())
 
-    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
         if self._softcap:
@@ -132,11 +137,6 @@ def _alive(module: weakref.ref[nn.Module]) -> nn.Module:
     if found is None:
         raise RuntimeError("the target whose embeddings a drafter borrows is gone; start a new session.")
     return found
-
-
-def _is_plain(head: nn.Module) -> bool:
-    """Whether logits are nothing but products with rows of the head's weight."""
-    return type(head) is nn.Linear and head._parameters.get("bias") is None
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

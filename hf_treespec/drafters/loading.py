@@ -23,6 +23,11 @@ def _loading() -> Iterator[None]:
         _LOADING.reset(token)
 
 
+def is_loading() -> bool:
+    """Whether weights are being initialised because a checkpoint lacks them."""
+    return _LOADING.get()
+
+
 class LoudLoading:
     """Mixin for a `PreTrainedModel`: `from_pretrained` raises where transformers warns.
 
@@ -56,6 +61,6 @@ class LoudLoading:
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[misc]
-        if _LOADING.get():
+        if is_loading():
             for parameter in module.parameters(recurse=False):
                 init.constant_(parameter, torch.nan)

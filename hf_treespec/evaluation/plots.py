@@ -211,3 +211,52 @@ def plot_reliability(bins: Sequence[tuple[float, float, float]]) -> Figure:
     axes.set_ylim(0, 1.02)
     axes.legend(frameon=False, loc="upper left")
     return figure
+
+
+def plot_distances(curves: Mapping[str, Sequence[float]]) -> Figure:
+    """Total variation distance to the target at depths 1, 2, …, a line a drafter."""
+    figure, axes = _figure("distance between draft and target")
+    for name, values in curves.items():
+        axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
+    axes.set_ylabel("total variation distance")
+    return _label_depths(figure, axes)
+
+
+def plot_coverage(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """The target's probability of the draft's k best tokens by depth, of `{drafter: {k: values}}`."""
+    figure, axes = _figure("target tokens among the draft's k best")
+    for index, (name, ranks) in enumerate(curves.items()):
+        for (rank, values), style in zip(ranks.items(), ("-", "--", ":", "-.") * len(ranks), strict=False):
+            axes.plot(
+                range(1, len(values) + 1), values, color=f"C{index}", linestyle=style, label=f"{name}, k = {rank}"
+            )
+    axes.set_ylabel("share covered")
+    return _label_depths(figure, axes)
+
+
+def _label_depths(figure: Figure, axes: Any) -> Figure:
+    axes.set_xlabel("depth")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def plot_children(sides: Mapping[str, Mapping[str, tuple[float | None, int]]]) -> Figure:
+    """Bars of the best children's accuracy on and off the spine, of `{drafter: {side: (accuracy, nodes)}}`."""
+    figure, axes = _figure("best child is the target's next token")
+    names = list(dict.fromkeys(side for row in sides.values() for side in row))
+    width = 0.8 / max(1, len(sides))
+    for index, (name, row) in enumerate(sides.items()):
+        for place, side in enumerate(names):
+            accuracy, nodes = row.get(side, (None, 0))
+            left = place + (index - (len(sides) - 1) / 2) * width
+            axes.bar(left, accuracy or 0.0, 0.9 * width, color=f"C{index}", label=None if place else name)
+            text = f"n = {nodes}" if accuracy is None else f"{accuracy:.2f}\nn = {nodes}"
+            axes.annotate(text, (left, accuracy or 0.0), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlabel("where the node stands")
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0, 1.1)
+    axes.legend(frameon=False)
+    return figure

@@ -6,6 +6,7 @@ import torch
 
 from ..drafters.base import TargetModules
 from ..drafters.dflash import DFlashConfig, DFlashDrafter
+from ..drafters.treeflash import TreeFlashDrafter
 
 
 def sample_anchors(batch_size: int, length: int, block_size: int, count: int) -> torch.Tensor:
@@ -82,14 +83,14 @@ class BlockAttention:
         return mixed.transpose(2, 3).reshape(batch, heads, rows, width)
 
 
-def draft_blocks(
+def block_states(
     drafter: DFlashDrafter,
     modules: TargetModules,
     input_ids: torch.Tensor,
     features: torch.Tensor,
     anchors: torch.Tensor,
 ) -> torch.Tensor:
-    """Outputs of the last layer for the drafted rows of every block, `[B, A, block_size − 1, H]`.
+    """Last-layer states of the drafted rows of every block, before the final norm, `[B, A, block_size − 1, H]`.
 
     Args:
         input_ids: Token ids of the sequences, long `[B, T]`.
@@ -107,5 +108,27 @@ def draft_blocks(
     slots = anchors[:, :, None] + torch.arange(size, device=anchors.device)
     columns = torch.arange(length, device=anchors.device).expand(batch, -1)
     positions = torch.cat([columns, slots.view(batch, -1)], dim=1)
-    hidden = drafter.denoise(block, context, positions, BlockAttention(config, anchors, length))
-    return hidden.view(batch, blocks, size, -1)[:, :, 1:]
+    states = drafter.denoise(block, context, positions, BlockAttention(config, anchors, length))
+    return states.view(batch, blocks, size, -1)[:, :, 1:]
+
+
+def draft_blocks(
+    drafter: DFlashDrafter,
+    modules: TargetModules,
+    input_ids: torch.Tensor,
+    features: torch.Tensor,
+    anchors: torch.Tensor,
+) -> torch.Tensor:
+    """Final hidden states of the drafted rows of every block, ready for the head, `[B, A, block_size − 1, H]`.
+
+    A TreeFlash drafter is told the text's own token before each row (teacher forcing): its distributions are the
+    conditional ones along the text. Arguments are those of `block_states`.
+    """
+    states = block_states(drafter, modules, input_ids, features, anchors)
+    if isinstance(drafter, TreeFlashDrafter):
+        before = anchors[:, :, None] + torch.arange(drafter.config.block_size - 1, device=anchors.device)
+        previous = input_ids.gather(1, before.flatten(1)).view(before.shape)
+        with torch.no_grad():
+            embedded = modules.embed(previous, states.dtype)
+        states = drafter.correct(embedded, states)
+    return drafter.norm(states)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
+from .checkpoints import last_checkpoint
 from .muon import MuonWithAdamW
 
 
@@ -77,5 +77,5 @@ def train_causal_lm(
         eval_dataset=TokenWindows(held_out_tokens[: 40 * length], length),
         optimizers=(MuonWithAdamW(model.named_parameters(), lr=learning_rate, weight_decay=weight_decay), None),
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None)
+    trainer.train(resume_from_checkpoint=last_checkpoint(output_dir))
     return trainer.evaluate()

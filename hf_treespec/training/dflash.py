@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafters.dflash import DFlashDrafter
-from .drafting import DrafterObjective, train_drafter
+from .distillation import DistillationObjective, Gamma, RunSettings, distill
 
 
 def initialise_from_target(
@@ -60,22 +60,25 @@ def train_dflash(
     anchors: int = 128,
     loss: str = "kl",
     temperature: float = 1.0,
-    gamma: float | None = None,
-    **options: Any,
+    gamma: Gamma = "paper",
+    **run: Any,
 ) -> dict[str, float]:
-    """Trains `drafter` in place.
+    """Trains `drafter` in place on a cosine schedule.
+
+    A run that finds a checkpoint in `output_dir` goes on from it; a killed run loses at most `save_steps` steps.
 
     Args:
         sequences: Token sequences to train on, `[n, L]`: continuations sampled from the target, or real text.
-        held_out: Prompts and continuations of the target for the acceptance lengths, `[m, L']`.
-        output_dir: Where checkpoints are written; a run that finds one there goes on from it.
+        held_out: Prompts and continuations of the target to measure on, `[m, L']`.
         anchors: Blocks drawn for each sequence, anew each time it is seen.
         loss: `"kl"` to the target's distribution at `temperature`, or `"ce"` to the tokens, see `distillation_loss`.
-        gamma: Decay of the weights along a block; the paper's for the block size when None.
-        **options: Of `train_drafter`.
+        gamma: Decay of the weights along a block; the paper's for the block size, a number, or None for no decay.
+        run: Fields of `RunSettings`; `prompt_length` is required.
 
     Returns:
-        As `train_drafter`.
+        See `distill`: the held-out acceptance lengths among others, `eval_tau_chain` and `eval_tau_tree_N`.
     """
-    objective = DrafterObjective(drafter, target, anchors=anchors, loss=loss, temperature=temperature, gamma=gamma)
-    return train_drafter(objective, sequences, held_out, output_dir, **options)
+    objective = DistillationObjective(
+        drafter, target, anchors=anchors, loss=loss, temperature=temperature, gamma=gamma
+    )
+    return distill(objective, sequences, held_out, output_dir, RunSettings(**run))

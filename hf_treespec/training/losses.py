@@ -14,6 +14,11 @@ _CHUNK_ELEMENTS = 1 << 22
 RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
 
 
+def rows_at_once(vocab_size: int) -> int:
+    """Rows whose float32 logits are held at a time."""
+    return max(1, _CHUNK_ELEMENTS // vocab_size)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Sums weighted row losses and keeps only their gradient to the hidden states."""
 
@@ -81,5 +86,4 @@ def distillation_loss(
         # Σ p (lse − logit) = lse − p · logit, as p sums to one.
         return logits.logsumexp(-1) - (wanted * logits).sum(-1)
 
-    chunk = max(1, _CHUNK_ELEMENTS // vocab_size)
-    return _ChunkedLoss.apply(hidden, weights, head, row_loss, chunk) / weights.sum()
+    return _ChunkedLoss.apply(hidden, weights, head, row_loss, rows_at_once(vocab_size)) / weights.sum()

@@ -1,33 +1,41 @@
-"""Trains a TreeFlash head, or head and backbone, for a frozen target (arXiv 2606.03819, section 4)."""
+"""Trains the one-token-lookback head of a TreeFlash drafter (arXiv 2606.03819, section 4)."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from ..drafters.treeflash import TreeFlashDrafter
-from .blocks import draft_blocks
-from .drafting import DrafterObjective, train_drafter
+from .distillation import DistillationObjective, Gamma, RunSettings, distill
 
 
-class TreeFlashObjective(DrafterObjective):
-    """The loss of conditional distributions under teacher forcing: each slot is told the text's own previous token."""
+class TreeFlashObjective(DistillationObjective):
+    """The loss of corrected slots under teacher forcing: the previous token of a slot is the text's own.
 
-    def drafted(self, input_ids: torch.Tensor, features: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        backbone = self.drafter.backbone
-        is_frozen = not any(parameter.requires_grad for parameter in backbone.parameters())
-        with torch.no_grad() if is_frozen else nullcontext():
-            hidden = draft_blocks(backbone, self.borrowed, input_ids, features, anchors)
-        places = anchors[:, :, None] + torch.arange(hidden.shape[2], device=anchors.device)
-        previous = input_ids[torch.arange(len(input_ids), device=anchors.device)[:, None, None], places]
-        embedded = self.borrowed.embed(previous, hidden.dtype).to(hidden.device)
-        final: torch.Tensor = backbone.norm(self.drafter.correct(embedded, hidden))
-        return final
+    Args:
+        freeze_backbone: Train the head alone. The rest then takes part in no gradient: its layers run as in inference.
+        options: Those of `DistillationObjective`.
+
+    Raises:
+        ValueError: The drafter has no head to train.
+    """
+
+    drafter: TreeFlashDrafter
+
+    def __init__(
+        self, drafter: TreeFlashDrafter, target: PreTrainedModel, *, freeze_backbone: bool = True, **options: Any
+    ) -> None:
+        super().__init__(drafter, target, **options)
+        if drafter.ar_approximation is None:
+            raise ValueError(
+                "the drafter has no head to train (its configuration's ar_approximation is None); start from "
+                "TreeFlashDrafter.from_dflash."
+            )
+        drafter.requires_grad_(not freeze_backbone)
+        drafter.ar_approximation.requires_grad_(True)
 
 
 def train_treeflash(
@@ -37,28 +45,40 @@ def train_treeflash(
     held_out: np.ndarray,
     output_dir: str | Path,
     *,
-    freeze_backbone: bool = True,
     anchors: int = 128,
     loss: str = "kl",
     temperature: float = 1.0,
-    gamma: float | None = None,
-    **options: Any,
+    gamma: Gamma = "paper",
+    freeze_backbone: bool = True,
+    **run: Any,
 ) -> dict[str, float]:
-    """Trains `drafter` in place.
+    """Trains `drafter`, such as `TreeFlashDrafter.from_dflash` makes one, in place on a cosine schedule.
+
+    A run that finds a checkpoint in `output_dir` goes on from it; a killed run loses at most `save_steps` steps.
 
     Args:
-        sequences: Token sequences to train on, `[n, L]`: continuations sampled from the target, or real text.
-        held_out: Prompts and continuations of the target for the acceptance lengths, `[m, L']`.
-        output_dir: Where checkpoints are written; a run that finds one there goes on from it.
-        freeze_backbone: Whether the head alone is trained: cheaper, and by the paper's ablation as good.
+        sequences: Continuations sampled from the target to train on, `[n, L]`.
+        held_out: Prompts and continuations of the target to measure on, `[m, L']`.
         anchors: Blocks drawn for each sequence, anew each time it is seen.
-        loss: `"kl"` to the target's distribution at `temperature`, or `"ce"` to the tokens, see `distillation_loss`.
-        gamma: Decay of the weights along a block: by block size when None, and none when infinite.
-        **options: Of `train_drafter`.
+        loss: `"kl"` forward to the target's distribution at `temperature`, or `"ce"` to the tokens.
+        gamma: Decay of the weights along a block, as DFlash has it; None = none. The paper saw no difference.
+        freeze_backbone: Train the head alone, which the paper found as good as training everything.
+        run: Fields of `RunSettings`; `prompt_length` is required. The paper's peak learning rate is 1e-4, from a
+            backbone that is trained as well.
 
     Returns:
-        As `train_drafter`.
+        See `distill`: the held-out acceptance lengths among others, `eval_tau_chain` and `eval_tau_tree_N`.
     """
-    drafter.backbone.requires_grad_(not freeze_backbone)
-    objective = TreeFlashObjective(drafter, target, anchors=anchors, loss=loss, temperature=temperature, gamma=gamma)
-    return train_drafter(objective, sequences, held_out, output_dir, **options)
+    objective = TreeFlashObjective(
+        drafter,
+        target,
+        freeze_backbone=freeze_backbone,
+        anchors=anchors,
+        loss=loss,
+        temperature=temperature,
+        gamma=gamma,
+    )
+    try:
+        return distill(objective, sequences, held_out, output_dir, RunSettings(**run))
+    finally:
+        drafter.requires_grad_(True)

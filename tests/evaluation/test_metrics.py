@@ -47,3 +47,27 @@ class TestComputing:
         )
         assert result["token_match"] == pytest.approx(1 / 3)
         assert result["common_prefix"] == pytest.approx((3 + 2 + 2) / 3)
+
+    def test_total_variation(self, tmp_path):
+        result = metrics.TotalVariation(cache_dir=str(tmp_path)).compute(
+            predictions=[[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]],
+            references=[[0.5, 0.5], [0.0, 1.0], [0.75, 0.25]],
+            depths=[1, 2, 1],
+        )
+        assert result == {"total_variation": pytest.approx(0.5), "by_depth": {1: 0.25, 2: 1.0}}
+
+    def test_top_k_coverage(self, tmp_path):
+        slots = {"predictions": [[4, 7, 9], [1, 2, 3]], "references": [7, 3], "depths": [1, 2]}
+        for k, by_depth in ((1, {1: 0.0, 2: 0.0}), (2, {1: 1.0, 2: 0.0}), (3, {1: 1.0, 2: 1.0})):
+            result = metrics.TopKCoverage(cache_dir=str(tmp_path)).compute(**slots, k=k)
+            assert result == {"coverage": sum(by_depth.values()) / 2, "by_depth": by_depth}
+
+    def test_child_accuracy(self, tmp_path):
+        result = metrics.ChildAccuracy(cache_dir=str(tmp_path)).compute(
+            predictions=[5, 6, -1], references=[5, 7, 8], on_spine=[True, True, False]
+        )
+        assert result == {"on_spine": 0.5, "on_spine_nodes": 2, "off_spine": 0.0, "off_spine_nodes": 1}
+        nothing = metrics.ChildAccuracy(cache_dir=str(tmp_path)).compute(
+            predictions=[5], references=[5], on_spine=[True]
+        )
+        assert nothing["off_spine"] is None

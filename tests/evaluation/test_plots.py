@@ -58,11 +58,14 @@ def test_axes_say_what_they_show_and_bars_begin_at_zero():
         plots.plot_latency({4: 2.0, 8: 2.5}, None, "x"),
         plots.plot_histories({"auto": [1, 2]}),
         plots.plot_reliability([(0.5, 0.5, 3.0)]),
+        plots.plot_distances({"dflash": [0.2, 0.5], "treeflash": [0.2, 0.3]}),
+        plots.plot_coverage({"dflash": {"1": [0.7, 0.5], "5": [0.9, 0.8]}}),
+        plots.plot_children({"dflash": {"on": (0.7, 900), "off": (None, 0)}, "treeflash": {"on": (0.7, 900)}}),
     ]
     for figure in figures:
         assert figure.axes[-1].get_xlabel()
         assert all(axes.get_ylabel() or axes.get_yticklabels() for axes in figure.axes)
     for figure in figures[:2]:
         assert figure.axes[0].get_xlim()[0] == 0
-    for figure in figures[2:5]:
+    for figure in (*figures[2:5], *figures[6:]):
         assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)

@@ -15,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "drafters"))
 from dflash_models import BLOCK, VOCAB, fused_features, state, tiny_drafter, tiny_target
 
 from hf_treespec.drafters.dflash import DFlashDrafter
+from hf_treespec.drafters.treeflash import TreeFlashDrafter
 from hf_treespec.training import continuations as continuations_module
 from hf_treespec.training import losses
 from hf_treespec.training.acceptance import acceptance_lengths
 from hf_treespec.training.blocks import sample_anchors
 from hf_treespec.training.continuations import load_continuations, sample_continuations, write_continuations
 from hf_treespec.training.dflash import initialise_from_target, train_dflash
-from hf_treespec.training.drafting import DrafterObjective
+from hf_treespec.training.distillation import DistillationObjective
 from hf_treespec.training.teacher import teacher_forward
 from hf_treespec.trees.expansion import expand
 
@@ -100,7 +101,7 @@ def test_the_loss_compares_slots_with_the_positions_they_draft():
     target = tiny_target()
     drafter = tiny_drafter(target)
     tokens = texts(1)
-    objective = DrafterObjective(drafter, target, temperature=0.6, gamma=2.0)
+    objective = DistillationObjective(drafter, target, temperature=0.6, gamma=2.0)
     session = drafter.start(target, 1, 64)
     features = fused_features(session, target, tokens)
     logits = target(tokens).logits
@@ -120,7 +121,7 @@ def test_the_loss_compares_slots_with_the_positions_they_draft():
 def test_the_target_is_frozen_and_not_saved():
     target = tiny_target()
     drafter = initialise_from_target(tiny_drafter(target), target)
-    objective = DrafterObjective(drafter, target)
+    objective = DistillationObjective(drafter, target)
     assert torch.equal(drafter.norm.weight, target.model.norm.weight)
     assert set(objective.state_dict()) == {f"drafter.{name}" for name in drafter.state_dict()}
     objective(texts(2))["loss"].backward()
@@ -132,7 +133,7 @@ def test_the_target_is_frozen_and_not_saved():
 def test_training_learns_a_small_set(tmp_path: Path, loss: str):
     drafter = tiny_drafter(tiny_target(), initializer_range=0.05)
     tokens = texts(4)
-    objective = DrafterObjective(drafter, tiny_target(), loss=loss)
+    objective = DistillationObjective(drafter, tiny_target(), loss=loss)
     anchors = torch.arange(1, LENGTH - BLOCK + 1).expand(4, -1)
     before = float(objective.loss_at(tokens, anchors))
     train(drafter, tmp_path, loss=loss, max_steps=60, save_steps=100, anchors=27)
@@ -160,10 +161,16 @@ def test_resuming_is_going_on(tmp_path: Path):
     }
 
 
-def test_acceptance_is_that_of_decoding():
+@pytest.mark.parametrize("look_back", [False, True], ids=["dflash", "treeflash"])
+def test_acceptance_is_that_of_decoding(look_back: bool):
     """τ equals a walk along the text, round by round, with a session drafting."""
     target = tiny_target()
     drafter = tiny_drafter(target)
+    if look_back:
+        drafter = TreeFlashDrafter.from_dflash(drafter, num_parents=3)
+        torch.manual_seed(6)
+        for parameter in drafter.ar_approximation.parameters():
+            parameter.data.normal_(0.0, 0.2)
     train_tokens = texts(3, 60)
     found = acceptance_lengths(drafter, target, train_tokens, PROMPT, tree_nodes=(4, 12))
     for nodes, name in ((0, "tau_chain"), (4, "tau_tree_4"), (12, "tau_tree_12")):

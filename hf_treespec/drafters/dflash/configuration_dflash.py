@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedConfig
 
@@ -159,7 +159,7 @@ class DFlashConfig(PreTrainedConfig):
         mask_token_id: int,
         target_layer_ids: Sequence[int] | None = None,
         **overrides: Any,
-    ) -> DFlashConfig:
+    ) -> Self:
         """Configuration of a drafter for a target: the target's widths, vocabulary and special tokens.
 
         Args:

@@ -20,8 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from ...trees import DraftLattice
-from ..base import BlockDrafter, TargetModules
+from ..base import BlockDrafter
 from ..loading import LoudLoading
 from .configuration_dflash import DFlashConfig
 from .convert_dflash import is_zlab
@@ -107,7 +106,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
     target's input embedding and head, so it has no vocabulary of its own.
     """
 
-    config_class = DFlashConfig
+    config_class: type[DFlashConfig] = DFlashConfig
     config: DFlashConfig
     main_input_name = "noise_embeds"
     _no_split_modules: ClassVar[list[str]] = ["DFlashLayer"]
@@ -141,34 +140,16 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         weight = self.fc.weight[:, index * width : (index + 1) * width]
         return F.linear(hidden.to(weight.device, weight.dtype), weight)
 
-    def lattice(
-        self, modules: TargetModules, hidden: torch.Tensor, anchors: torch.Tensor, width: int, temperature: float = 1.0
-    ) -> DraftLattice:
-        """What a denoised block proposes: the slots' own distributions, which do not know each other.
-
-        Args:
-            modules: The target's embeddings and head.
-            hidden: Outputs of the last layer for the drafted rows, `[B, D, H]`.
-            anchors: Last committed token of each row, long `[B]`.
-            width: Children of a parent.
-            temperature: Temperature of the distributions.
-        """
-        logits = modules.logits(self.norm(hidden))
-        if temperature != 1.0:
-            logits = logits / temperature
-        best, tokens = logits.topk(min(width, logits.shape[-1]))
-        return DraftLattice.marginal(tokens, best - logits.logsumexp(-1, keepdim=True))
-
     def decode(
         self, block: torch.Tensor, context: torch.Tensor | None, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Final hidden states of block rows: those of `denoise` under the last norm."""
+        """Final hidden states of block rows, `[B, S, H]`: `denoise`, then the final norm."""
         return self.norm(self.denoise(block, context, positions, attend))
 
     def denoise(
         self, block: torch.Tensor, context: torch.Tensor | None, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Outputs of the last layer for block rows, `[B, S, H]`.
+        """Last layer's hidden states of block rows, before the final norm, `[B, S, H]`.
 
         Args:
             block: Embeddings of the block rows, `[B, S, H]`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -53,26 +53,11 @@ class DFlashSession(DraftSession):
 
     A block keeps its trained length even where fewer depths are wanted: a shorter one would draft from a distribution
     the drafter was not trained for, and the rows beyond cost no head and hardly any time.
-
-    Args:
-        drafter: The model that denoises blocks.
-        target: The target.
-        batch_size: Rows of the call.
-        max_length: Most positions of a row.
-        lattice: What a denoised block proposes, as `DFlashDrafter.lattice`; the drafter's own by default.
     """
 
-    def __init__(
-        self,
-        drafter: DFlashDrafter,
-        target: PreTrainedModel,
-        batch_size: int,
-        max_length: int,
-        lattice: Callable[..., DraftLattice] | None = None,
-    ) -> None:
+    def __init__(self, drafter: DFlashDrafter, target: PreTrainedModel, batch_size: int, max_length: int) -> None:
         config, weight = drafter.config, drafter.fc.weight
         self.drafter, self.modules = drafter, TargetModules(target)
-        self.lattice = lattice or drafter.lattice
         self.feature_layers = tuple(config.target_layer_ids)
         self.buffers = ContextBuffers(drafter, batch_size)
         layers = range(config.num_hidden_layers)
@@ -113,16 +98,20 @@ class DFlashSession(DraftSession):
 
     @torch.no_grad()
     def propose(self, state: DraftState) -> DraftLattice:
-        hidden = self.denoise(state)[:, 1 : state.depth + 1]
-        return self.lattice(self.modules, hidden, state.anchors.to(hidden.device), state.width, self.temperature)
+        logits = self.modules.logits(self.draft(state)[:, 1 : state.depth + 1])
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        best, tokens = logits.topk(min(state.width, logits.shape[-1]))
+        return DraftLattice.marginal(tokens, best - logits.logsumexp(-1, keepdim=True))
 
+    @torch.no_grad()
     def draft(self, state: DraftState) -> torch.Tensor:
-        """`denoise`, under the last norm."""
+        """Takes the new features into the context; returns the block's final hidden states `[B, block_size, H]`."""
         return self.drafter.norm(self.denoise(state))
 
     @torch.no_grad()
     def denoise(self, state: DraftState) -> torch.Tensor:
-        """Takes the new features into the context; returns the last layer's outputs `[B, block_size, H]`."""
+        """`draft` without the final norm."""
         block = self.block
         block[:, 0] = self.modules.embed(state.anchors, block.dtype).to(block.device)
         append = _Append(self.buffers, state, state.positions.to(block.device)[:, None] + self.slots)

@@ -5,21 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from ..dflash import DFlashConfig
+from .convert_treeflash import convert_config, is_published
 
-HEADS = ("swiglu", "linear")
+APPROXIMATIONS = ("swiglu", "linear", None)
+HEADS = ("auto", "full", "candidates")
 
 
 class TreeFlashConfig(DFlashConfig):
-    """A DFlash drafter and a head that corrects each slot by the token before it (arXiv 2606.03819).
+    """What a TreeFlash drafter is: a DFlash drafter and the head that corrects it (arXiv 2606.03819).
 
     Args:
-        ar_approximation: `"swiglu"` as published, `"linear"` without its gate, or None for plain DFlash.
-        num_parents: M, tokens of a depth whose children get distributions of their own; the others are leaves.
-        num_candidates: C, tokens of a depth that conditional distributions are computed for, the slot's own best ones;
-            None = the whole vocabulary. See `conditional_lattice` for what it costs.
-        dead_end_discount: What the slot's own distribution is multiplied by below tokens beyond the best M; None
-            leaves those tokens without children.
-        **kwargs: Of `DFlashConfig`.
+        ar_approximation: Kind of the correcting head, `"swiglu"` or `"linear"`; None = none, which is plain DFlash.
+        num_parents: Parents M that a depth below the first is conditioned on: the M best tokens of the depth above.
+            A child among the M of its own depth can be extended, another is a dead end.
+        head: Which logits of a corrected state are computed. `"full"`: of the whole vocabulary. `"candidates"`: of the
+            `head_candidates` tokens that the uncorrected state ranks first, the only ones then drafted, and with an
+            estimated normaliser (see `score_candidates`). `"auto"` = full for vocabularies of at most 8,192. Under a
+            target whose head is no plain matrix (quantised, wrapped) it is always full.
+        head_candidates: That number; at least `num_parents`.
+        dead_end_discount: Above 0 and at most 1: a dead end goes on with the uncorrected distribution of the next
+            depth, its probabilities times this; None = it ends. Chains always go on, so that they fill the block.
+        kwargs: Fields of `DFlashConfig`.
 
     Raises:
         ValueError: A value contradicts another one.
@@ -31,30 +37,36 @@ class TreeFlashConfig(DFlashConfig):
         self,
         ar_approximation: str | None = "swiglu",
         num_parents: int = 16,
-        num_candidates: int | None = 64,
+        head: str = "auto",
+        head_candidates: int = 64,
         dead_end_discount: float | None = None,
         **kwargs: Any,
     ) -> None:
-        if ar_approximation is not None and ar_approximation not in HEADS:
-            raise ValueError(f"ar_approximation is {ar_approximation!r}; it must be one of {[*HEADS, None]}.")
-        if num_parents < 1:
-            raise ValueError(f"num_parents is {num_parents}; a depth has at least one parent (>= 1).")
-        if num_candidates is not None and num_candidates < num_parents:
-            raise ValueError(f"num_candidates ({num_candidates}) must be at least num_parents ({num_parents}).")
-        if dead_end_discount is not None and not 0 < dead_end_discount <= 1:
-            raise ValueError(f"dead_end_discount is {dead_end_discount}; it must lie in (0, 1] or be None.")
         self.ar_approximation = ar_approximation
-        self.num_parents, self.num_candidates = num_parents, num_candidates
+        self.num_parents = num_parents
+        self.head = head
+        self.head_candidates = head_candidates
         self.dead_end_discount = dead_end_discount
         super().__init__(**kwargs)
+
+    def _validate_fields(self) -> None:
+        super()._validate_fields()
+        if self.ar_approximation not in APPROXIMATIONS:
+            raise ValueError(f"ar_approximation is {self.ar_approximation!r}; it is one of {list(APPROXIMATIONS)}.")
+        if self.num_parents < 1:
+            raise ValueError(f"num_parents is {self.num_parents}; a depth needs at least one parent.")
+        if self.head not in HEADS:
+            raise ValueError(f"head is {self.head!r}; it is one of {list(HEADS)}.")
+        if self.head_candidates < self.num_parents:
+            raise ValueError(
+                f"head_candidates ({self.head_candidates}) is below num_parents ({self.num_parents}); the parents are "
+                "the first of the candidates."
+            )
+        if self.dead_end_discount is not None and not 0.0 < self.dead_end_discount <= 1.0:
+            raise ValueError(f"dead_end_discount is {self.dead_end_discount}; it is above 0 and at most 1, or None.")
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reads `config.json`, in this package's format or in the published one."""
-        # The published format is DFlash's, which the parent class has converted by now, and one section more.
         config_dict, unused = super(DFlashConfig, cls).get_config_dict(*args, **kwargs)
-        section = config_dict.get("treeflash_config")
-        if section is None:
-            return super().get_config_dict(*args, **kwargs)
-        fields, unused = super().get_config_dict(*args, **kwargs)
-        return {**fields, "model_type": cls.model_type, "ar_approximation": section.get("ar_approximation")}, unused
+        return (convert_config(config_dict) if is_published(config_dict) else config_dict), unused

@@ -1,115 +1,123 @@
-"""The TreeFlash drafter: a DFlash backbone and a head that conditions every slot on the token before it.
-
-"TreeFlash" (arXiv 2606.03819).
-"""
+"""The TreeFlash drafter: a DFlash drafter whose depths are corrected for the token before them (arXiv 2606.03819)."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ...trees import DraftLattice
-from ..base import BlockDrafter, TargetModules
-from ..dflash import DFlashDrafter, DFlashSession
-from ..loading import LoudLoading
+from ..dflash import DFlashDrafter
+from ..loading import is_loading
 from .approximation import ARApproximation
-from .conditional_lattice import conditional_lattice
 from .configuration_treeflash import TreeFlashConfig
 
+_OF_A_FILE = ("model_type", "architectures", "transformers_version", "_name_or_path")
 
-class TreeFlashDrafter(LoudLoading, BlockDrafter):
-    """Drafts a block in one forward and, in one more light layer, what follows each of M tokens of every depth.
 
-    Tensor names are the published ones: the backbone under `model.`, the head under `ar_approximation.`.
+class TreeFlashDrafter(DFlashDrafter):
+    """A DFlash drafter under `model`, and the head `ar_approximation` beside it (None = plain DFlash).
+
+    Tensor names are those of the published checkpoints, which `from_pretrained` loads as they are.
     """
 
-    config_class = TreeFlashConfig
+    config_class: type[TreeFlashConfig] = TreeFlashConfig
     config: TreeFlashConfig
-    main_input_name = "noise_embeds"
-    _no_split_modules: ClassVar[list[str]] = ["DFlashLayer"]
 
     def __init__(self, config: TreeFlashConfig) -> None:
-        super().__init__(config)
+        # Not DFlashDrafter's: its modules live in the backbone here, where published checkpoints have them.
+        super(DFlashDrafter, self).__init__(config)
         self.model = DFlashDrafter(config)
-        self.ar_approximation: ARApproximation | None = None
-        if config.ar_approximation is not None:
-            is_gated = config.ar_approximation == "swiglu"
-            self.ar_approximation = ARApproximation(config.hidden_size, config.intermediate_size, is_gated)
+        self.ar_approximation = ARApproximation(config) if config.ar_approximation else None
         self.post_init()
+
+    @classmethod
+    def from_dflash(cls, dflash: DFlashDrafter, *, share: bool = False, **options: Any) -> Self:
+        """An untrained TreeFlash drafter on a DFlash drafter's weights; until it is trained it drafts the same.
+
+        Args:
+            dflash: The drafter to start from; its device and dtype are kept.
+            share: Whether to use its very tensors instead of a copy.
+            options: Fields of `TreeFlashConfig`.
+        """
+        fields = {name: value for name, value in dflash.config.to_dict().items() if name not in _OF_A_FILE}
+        with torch.device("meta"):
+            drafter = cls(cls.config_class(**{**fields, **options}))
+        backbone = dflash.with_options()
+        drafter.model = backbone if share else copy.deepcopy(backbone)
+        if drafter.ar_approximation is not None:
+            head = drafter.ar_approximation.to_empty(device=dflash.device).to(dflash.dtype)
+            head.apply(drafter._init_weights)
+        return drafter.train(dflash.training)
 
     @classmethod
     def recognises(cls, config: dict[str, Any], tensor_names: frozenset[str] = frozenset()) -> bool:
         """Whether a checkpoint is one of this family, from its `config.json` and, where known, its tensors."""
-        return config.get("model_type") == TreeFlashConfig.model_type or "treeflash_config" in config
+        if config.get("model_type") == TreeFlashConfig.model_type:
+            return True
+        if "treeflash_config" not in config:
+            return False
+        parts = ("model.", "ar_approximation.")
+        return not tensor_names or (
+            "model.fc.weight" in tensor_names and all(name.startswith(parts) for name in tensor_names)
+        )
 
-    @classmethod
-    def from_dflash(cls, drafter: DFlashDrafter, **options: Any) -> TreeFlashDrafter:
-        """A drafter with a copy of a DFlash drafter's weights and an untrained head: it drafts exactly as before.
+    @property
+    def layers(self) -> nn.ModuleList:  # type: ignore[override]
+        return self.model.layers
 
-        Args:
-            drafter: The DFlash drafter.
-            **options: Fields of `TreeFlashConfig` beside those of the backbone.
-        """
-        fields = {name: value for name, value in drafter.config.to_dict().items() if name not in _FAMILY_FIELDS}
-        made = cls(TreeFlashConfig(**{**fields, **options}))
-        made.model.load_state_dict(drafter.state_dict())
-        made.treespec_config = copy.deepcopy(drafter.treespec_config)
-        return made.to(drafter.device, drafter.dtype).eval()
+    @property
+    def fc(self) -> nn.Linear:  # type: ignore[override]
+        return self.model.fc
+
+    @property
+    def hidden_norm(self) -> nn.RMSNorm:  # type: ignore[override]
+        return self.model.hidden_norm
+
+    @property
+    def norm(self) -> nn.RMSNorm:  # type: ignore[override]
+        return self.model.norm
+
+    @property
+    def rotary_emb(self) -> nn.Module:
+        return self.model.rotary_emb
 
     @property
     def backbone(self) -> DFlashDrafter:
-        """The model that denoises blocks."""
         return self.model
 
-    def correct(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Last hidden states given the previous token, before the norm, `[..., H]`.
+    @property
+    def weights(self) -> nn.Module:
+        # Not the backbone, which a DFlash drafter may share.
+        return self.ar_approximation or self.model
+
+    def correct(self, previous_embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states corrected for the token before them, `[..., H]`, still to pass the final norm.
 
         Args:
-            previous: Embeddings of the previous tokens, `[..., H]`.
-            hidden: The slots' last hidden states before the norm, `[..., H]`.
+            previous_embeddings: The target's embeddings of the previous tokens, `[..., M, H]` or `[..., H]`.
+            hidden: Last layer's states before the final norm (`denoise`); `[..., 1, H]` for M parents.
         """
         if self.ar_approximation is None:
-            return hidden
-        return self.ar_approximation(previous, hidden, self.ar_approximation.of_slots(self.model.norm(hidden)))
-
-    def lattice(
-        self, modules: TargetModules, hidden: torch.Tensor, anchors: torch.Tensor, width: int, temperature: float = 1.0
-    ) -> DraftLattice:
-        """What a denoised block proposes, given the token before; arguments as for `DFlashDrafter.lattice`."""
-        if self.ar_approximation is None:
-            return self.model.lattice(modules, hidden, anchors, width, temperature)
-        config = self.config
-        return conditional_lattice(
-            self.ar_approximation,
-            self.model.norm,
-            modules,
-            hidden,
-            anchors,
-            parents=config.num_parents,
-            candidates=config.num_candidates,
-            width=width,
-            temperature=temperature,
-            discount=config.dead_end_discount,
+            return hidden.expand(torch.broadcast_shapes(previous_embeddings.shape, hidden.shape))
+        corrected: torch.Tensor = self.ar_approximation(
+            previous_embeddings, hidden, self.ar_approximation.project(self.norm(hidden))
         )
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Checks that this drafter can draft for `target`; see `DFlashDrafter.check_target`."""
-        self.model.check_target(target)
-
-    def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> DFlashSession:
-        """Opens a session for one `generate` call; see `DFlashSession`."""
-        return DFlashSession(self.model, target, batch_size, max_length, self.lattice)
+        return corrected
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, ARApproximation):
-            init.zeros_(module.d.weight)
+        # A tensor that a checkpoint lacks keeps its NaN.
+        if self.ar_approximation is not None and module is self.ar_approximation.d and not is_loading():
+            init.zeros_(self.ar_approximation.d.weight)
 
+    def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
+        """Opens a session for one `generate` call: a `TreeFlashSession`, or DFlash's where there is no head."""
+        if self.ar_approximation is None:
+            return super().start(target, batch_size, max_length)
+        from .session import TreeFlashSession
 
-#: Fields of a saved configuration that say which family it is.
-_FAMILY_FIELDS = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
+        return TreeFlashSession(self, target, batch_size, max_length)

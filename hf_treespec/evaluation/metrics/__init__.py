@@ -12,12 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .acceptance_length import AcceptanceLength
+    from .child_accuracy import ChildAccuracy
     from .speedup import Speedup
     from .token_match import TokenMatch
+    from .top_k_coverage import TopKCoverage
+    from .total_variation import TotalVariation
 
-_MODULES = {"AcceptanceLength": "acceptance_length", "Speedup": "speedup", "TokenMatch": "token_match"}
+_MODULES = {
+    "AcceptanceLength": "acceptance_length",
+    "ChildAccuracy": "child_accuracy",
+    "Speedup": "speedup",
+    "TokenMatch": "token_match",
+    "TopKCoverage": "top_k_coverage",
+    "TotalVariation": "total_variation",
+}
 
-__all__ = ["AcceptanceLength", "Speedup", "TokenMatch"]
+__all__ = ["AcceptanceLength", "ChildAccuracy", "Speedup", "TokenMatch", "TopKCoverage", "TotalVariation"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,74 @@
+"""The model card and the log that a trained drafter's folder gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NAMES = {
+    "eval_tau_chain": "acceptance length τ, chain",
+    "eval_tvd": "total variation distance, mean over depths",
+    "eval_tvd_first": "total variation distance, first depth",
+    "eval_tvd_last": "total variation distance, last depth",
+    "train_tokens_per_second": "training speed, tokens/s",
+    "peak_memory_bytes": "peak memory, bytes",
+}
+
+
+def write_log(folder: Path, log: Mapping[str, Any]) -> Path:
+    """Writes `training_log.json`: what was trained on what, how, and the figures on the way and at the end."""
+    path = folder / "training_log.json"
+    path.write_text(json.dumps(log, indent=2, default=str) + "\n", encoding="utf-8")
+    return path
+
+
+def write_card(folder: Path, log: Mapping[str, Any]) -> Path:
+    """Writes the model card `README.md` from a training log.
+
+    Args:
+        log: With `family`, `target`, `data`, `settings` and `metrics`; `init` where the drafter started from another.
+    """
+    metrics, settings = log["metrics"], log["settings"]
+    header = ["---", "library_name: hf_treespec", "pipeline_tag: text-generation"]
+    if _is_hub_id(log["target"]):
+        header += [f"base_model: {log['target']}"]
+    header += [f"tags: [hf_treespec, speculative-decoding, {log['family']}]", "---"]
+    start = f", from `{log['init']}`" if log.get("init") else ""
+    hours = metrics.get("train_seconds", 0.0) / 3600
+    rows = "\n".join(
+        f"| {_NAMES.get(name) or _tree_name(name)} | {value:.4g} |"
+        for name, value in metrics.items()
+        if name in _NAMES or name.startswith("eval_tau_tree_")
+    )
+    options = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "max_steps")
+    body = f"""
+# {log["family"]} drafter for {log["target"]}
+
+- **Target**: `{log["target"]}`{start}.
+- **Data**: {log["sequences"]} sequences of {log["length"]} tokens: continuations that the target wrote at temperature
+  {settings["temperature"]:g} from prompts of {settings["prompt_length"]} tokens of {", ".join(log["data"])}.
+- **Training**: {settings["max_steps"]} steps, {hours:.2f} hours in the optimiser's steps, on {log["device"]};
+  {options}.
+
+Measured on {log["held_out"]} continuations of held-out prompts, which the target wrote the same way:
+
+| | |
+| --- | --- |
+{rows}
+
+Acceptance says how many tokens a round commits, not how much time that saves: measure the speed with
+`hf-treespec bench`.
+"""
+    path = folder / "README.md"
+    path.write_text("\n".join(header) + "\n" + body, encoding="utf-8")
+    return path
+
+
+def _tree_name(name: str) -> str:
+    return f"acceptance length τ, tree of {name.removeprefix('eval_tau_tree_')} nodes"
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
