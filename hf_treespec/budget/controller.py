@@ -135,10 +135,10 @@ class BudgetController(BudgetPolicy):
         return True
 
     def largest(self) -> int:
-        """Most rows this round may verify: twice what paid lately, so that no tree is expanded for nothing."""
+        """Most rows this round may verify: somewhat more than paid lately, so that no tree is expanded for nothing."""
         if self._calibration is not None or not self._recent or self._pace().paused:
             return self.limit
-        return min(self.limit, max(_LEAST_EXPANDED, 2 * max(self._recent)))
+        return min(self.limit, max(_LEAST_EXPANDED, 3 * max(self._recent) // 2))
 
     def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
         scores = scores.detach().cpu()

@@ -21,11 +21,12 @@ Array = npt.NDArray[np.float64]
 #: Knots: powers of 2, one more than each, where kernels take another turn, and halfway to the next.
 _KNOTS = np.array(sorted({1, 2, 3, *(k for e in range(2, 12) for k in (1 << e, (1 << e) + 1, 3 << (e - 1)))}), float)
 _LOG_KNOTS = np.log2(_KNOTS)
-#: Standard deviation of residuals, in log: of the first knot's, and of what an octave adds; and the octaves that even
-#: neighbouring knots are apart.
-_LEVEL, _STEP, _APART = 0.3, 0.3, 0.4
+#: Standard deviation of residuals, in log: of the first knot's; of what the step from one row to two adds, where
+#: products of matrices take the place of those with vectors; of what one row more than a power of 2 adds; and of what
+#: an octave adds beside.
+_LEVEL, _FIRST_STEP, _TURN_STEP, _STEP = 0.3, 0.5, 0.2, 0.1
 #: Standard deviation of a forward, in log: of a calibration's, the quickest of its size, and of a round's.
-CALIBRATION_NOISE, ROUND_NOISE = 0.04, 0.08
+CALIBRATION_NOISE, ROUND_NOISE = 0.05, 0.1
 #: Degrees of freedom of Student's t: of a calibration's forwards, which are no outliers, and of a round's.
 CALIBRATION_FREEDOM, _FREEDOM = 1e9, 4.0
 #: Standard deviations that two errors of a size in a row have to be off by for a change to be believed.
@@ -180,9 +181,11 @@ class Corrections:
 @functools.cache
 def _prior() -> Array:
     """Covariance of residuals before anything was measured."""
-    steps = np.maximum(np.diff(_LOG_KNOTS, prepend=0.0), _APART)
-    places = steps.cumsum() - steps[0]
-    return np.asarray(_LEVEL**2 + _STEP**2 * np.minimum(places[:, None], places[None]))
+    variances = _STEP**2 * np.diff(_LOG_KNOTS)
+    variances[np.diff(_KNOTS) == 1] += _TURN_STEP**2
+    variances[0] = _FIRST_STEP**2
+    below = np.concatenate([[0.0], variances.cumsum()])
+    return np.asarray(_LEVEL**2 + np.minimum(below[:, None], below[None]))
 
 
 @functools.lru_cache(1024)
