@@ -181,6 +181,9 @@ def demo(
     show: Annotated[int, typer.Option(min=0, help="Prompts whose text is streamed before the timing.")] = 2,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; no more than there are cores.")] = 2,
     seed: SeedOption = 0,
+    family: Annotated[str, typer.Option("--drafter", help="Which drafter of the package: dflash or treeflash.")] = (
+        "dflash"
+    ),
 ) -> None:
     """Write Python with the models in the package: the same tokens as plain decoding, and how much faster.
 
@@ -200,6 +203,7 @@ def demo(
             show=show,
             threads=threads,
             seed=seed,
+            family=family,
             json_path=json,
         )
     except FileNotFoundError as error:

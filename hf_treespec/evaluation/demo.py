@@ -255,6 +255,7 @@ def run_demo(
     show: int = 2,
     threads: int = 2,
     seed: int = 0,
+    family: str = "dflash",
     json_path: Path | None = None,
 ) -> bool:
     """Runs the demo on the embedded pair and prints what it finds.
@@ -267,6 +268,7 @@ def run_demo(
         show: Prompts whose continuations are streamed before anything is timed.
         threads: Threads torch computes with; no more than there are cores.
         seed: Added to every prompt's own seed.
+        family: Which of the embedded drafters.
         json_path: File for the results.
 
     Returns:
@@ -279,7 +281,7 @@ def run_demo(
         console.print(f"Of {threads} threads only {cores} can run at once here: computing with {cores}.")
         threads = cores
     with _threads(threads):
-        demo = Demo(*embedded.load(), chosen, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
+        demo = Demo(*embedded.load(family=family), chosen, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
         demo.stream(console, show)
         measured: dict[str, list[PromptResult]] = {}
         with Progress(console=console, transient=True) as progress:

@@ -194,7 +194,7 @@ def test_recognises():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"ar_approximation": "linear"}, "'swiglu' or None"),
+        ({"ar_approximation": "gru"}, "ar_approximation is 'gru'"),
         ({"num_parents": 0}, "at least one parent"),
         ({"head": "half"}, "head is 'half'"),
         ({"head_candidates": 8}, "below num_parents"),

@@ -19,7 +19,7 @@ from hf_treespec.trees import DraftLattice, expand
 from hf_treespec.trees.expansion import expand_levels
 
 TARGET = tiny_target()
-WINDOWS: list[dict[str, Any]] = [{}, {"draft_window": 5}, {"is_causal": True}]
+KINDS: list[dict[str, Any]] = [{}, {"draft_window": 5}, {"is_causal": True}, {"ar_approximation": "linear"}]
 
 
 def tokens_of(rows: int, length: int = 40) -> torch.Tensor:
@@ -45,7 +45,7 @@ def fresh_session(drafter: Any, like: TreeFlashSession, rows: int) -> TreeFlashS
     return session
 
 
-@pytest.mark.parametrize("overrides", WINDOWS, ids=["full", "window", "causal"])
+@pytest.mark.parametrize("overrides", KINDS, ids=["full", "window", "causal", "linear"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_lattice_equals_a_loop(overrides: dict[str, Any], temperature: float):
     drafter = tiny_treeflash(TARGET, **overrides)

@@ -33,6 +33,8 @@ def dense_correction(drafter: TreeFlashDrafter, previous: torch.Tensor, hidden: 
     head = drafter.ar_approximation
     assert head is not None
     joined = torch.cat([head.norm(previous), drafter.norm(hidden)])
+    if not head.is_gated:
+        return hidden + head.d(head.ug(joined))
     up, gate = head.ug(joined).chunk(2)
     return hidden + head.d(F.silu(gate) * up)
 

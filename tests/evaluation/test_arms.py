@@ -7,6 +7,8 @@ import torch
 from pairs import Pair as Loaded
 from pairs import build_pair
 
+from hf_treespec.drafters.dflash import DFlashDrafter
+from hf_treespec.drafters.treeflash import TreeFlashDrafter
 from hf_treespec.evaluation import arms
 from hf_treespec.evaluation.arms import ARMS, ORACLE_GRID, Pair, build_arms, parse_arms, tree_nodes
 
@@ -92,3 +94,17 @@ def test_the_compiled_arm_decodes_as_plain(pair: Pair, monkeypatch: pytest.Monke
     ids = torch.arange(5, 15)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     assert torch.equal(target.generate(**inputs, **options), target.generate(**inputs))
+
+
+def test_a_look_back_head_is_compared_with_its_own_backbone(loaded: Loaded):
+    head = TreeFlashDrafter.from_dflash(loaded[1])
+    built, skipped = build_arms(
+        ["treeflash-4", "marginal-4", "marginal-auto", "auto", "stock-chain"], Pair(loaded[0], head, 100)
+    )
+    assert list(skipped) == ["stock-chain"]
+    for name in ("treeflash-4", "auto"):
+        assert built[name].drafter.ar_approximation is head.ar_approximation
+    for name in ("marginal-4", "marginal-auto"):
+        assert type(built[name].drafter) is DFlashDrafter
+        assert built[name].drafter.fc is head.fc
+    assert built["marginal-4"].drafter.treespec_config.budget == built["treeflash-4"].drafter.treespec_config.budget
