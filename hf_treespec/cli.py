@@ -348,8 +348,8 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Ways of decoding, by comma; N is a number of verified rows, the root included: plain compiled "
-            "lookup stock-chain chain tree-N marginal-N treeflash-N beam-N static-N bastion auto oracle flex-parallel "
-            "flex-sequential flex-auto. Those that cannot run are left out and say why."
+            "lookup stock-chain chain tree-N marginal-N marginal-auto treeflash-N beam-N static-N bastion auto oracle "
+            "flex-parallel flex-sequential flex-auto. Those that cannot run are left out and say why."
         ),
     ] = None,
     batch_sweep: Annotated[
