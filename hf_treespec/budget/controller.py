@@ -97,7 +97,7 @@ class BudgetController(BudgetPolicy):
         self._calibration = None if self.latency.fitted else Calibration(largest, splits)
         self._paces: dict[int, _Pace] = {}
         self._batch, self._context, self._turn = 1, 0, 0
-        self._recent: deque[int] = deque(maxlen=32)
+        self._recent: deque[int] = deque(maxlen=8)
         self._seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # the trees of the calibration
         # Of the round being decided: Â(N) − λ·T(N) of a row at the best N, and what the round should take.
         self._value: float | None = None

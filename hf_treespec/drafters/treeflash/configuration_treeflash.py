@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..dflash import DFlashConfig
 from .convert_treeflash import convert_config, is_published
 
 APPROXIMATIONS = ("swiglu", "linear", None)
+#: M where the configuration leaves it to the device, on a CPU and elsewhere.
+CPU_PARENTS, PARENTS = 4, 16
 HEADS = ("auto", "full", "candidates")
 
 
@@ -17,7 +21,8 @@ class TreeFlashConfig(DFlashConfig):
     Args:
         ar_approximation: Kind of the correcting head, `"swiglu"` or `"linear"`; None = none, which is plain DFlash.
         num_parents: Parents M that a depth below the first is conditioned on: the M best tokens of the depth above.
-            A child among the M of its own depth can be extended, another is a dead end.
+            A child among the M of its own depth can be extended, another is a dead end. None = by the device the head
+            computes on: 4 on a CPU, where every row costs, and else 16.
         head: Which logits of a corrected state are computed. `"full"`: of the whole vocabulary. `"candidates"`: of the
             `head_candidates` tokens that the uncorrected state ranks first, the only ones then drafted, and with an
             estimated normaliser (see `score_candidates`). `"auto"` = full for vocabularies of at most 8,192. Under a
@@ -36,7 +41,7 @@ class TreeFlashConfig(DFlashConfig):
     def __init__(
         self,
         ar_approximation: str | None = "swiglu",
-        num_parents: int = 16,
+        num_parents: int | None = None,
         head: str = "auto",
         head_candidates: int = 64,
         dead_end_discount: float | None = None,
@@ -53,17 +58,21 @@ class TreeFlashConfig(DFlashConfig):
         super()._validate_fields()
         if self.ar_approximation not in APPROXIMATIONS:
             raise ValueError(f"ar_approximation is {self.ar_approximation!r}; it is one of {list(APPROXIMATIONS)}.")
-        if self.num_parents < 1:
+        if self.num_parents is not None and self.num_parents < 1:
             raise ValueError(f"num_parents is {self.num_parents}; a depth needs at least one parent.")
         if self.head not in HEADS:
             raise ValueError(f"head is {self.head!r}; it is one of {list(HEADS)}.")
-        if self.head_candidates < self.num_parents:
+        if self.head_candidates < (self.num_parents or PARENTS):
             raise ValueError(
                 f"head_candidates ({self.head_candidates}) is below num_parents ({self.num_parents}); the parents are "
                 "the first of the candidates."
             )
         if self.dead_end_discount is not None and not 0.0 < self.dead_end_discount <= 1.0:
             raise ValueError(f"dead_end_discount is {self.dead_end_discount}; it is above 0 and at most 1, or None.")
+
+    def parents_on(self, device: torch.device) -> int:
+        """M on a device."""
+        return self.num_parents or (CPU_PARENTS if device.type == "cpu" else PARENTS)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -35,7 +35,7 @@ class TreeFlashSession(DFlashSession):
         assert head is not None
         self.approximation: ARApproximation = head
         #: Parents of every depth but the first.
-        self.parents = min(config.num_parents, vocabulary)
+        self.parents = min(config.parents_on(head.d.weight.device), vocabulary)
         #: Tokens scored at every depth; None = the whole vocabulary.
         self.candidates: int | None = None
         short = config.head == "candidates" or (config.head == "auto" and vocabulary > _SMALL_VOCABULARY)
