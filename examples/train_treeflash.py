@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, help=".npy file, or folder of them, to measure on [m, 512]")
     parser.add_argument("--sequences", type=int, default=2176, help="continuations to sample, or to use of given ones")
     parser.add_argument("--held-out-sequences", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=4, help="sequences a step")
     parser.add_argument("--anchors", type=int, default=128, help="blocks drawn from a sequence")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
