@@ -288,7 +288,7 @@ def test_distribution(paths: tuple[str, str], tmp_path: Path):
     arguments += [str(part) for option in options.items() for part in option]
     result = runner.invoke(app, ["distribution", *arguments])
     assert result.exit_code == 0, result.output
-    assert "best children in trees of 8 nodes" in result.stdout
+    assert "Best children in trees of 8 nodes" in result.stdout
     (found,) = json.loads(report.read_text())["drafters"].values()
     assert found["child_accuracy"]["on_spine"]["events"] > 0
     assert {path.name for path in figures.iterdir()} == {"distance.png", "coverage.png", "children.png"}

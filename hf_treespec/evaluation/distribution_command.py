@@ -69,8 +69,10 @@ def run_distribution(
                 drafter, target, texts, prompt_length, temperature=temperature, nodes=nodes, stride=stride
             ).to_dict()
     for name, figures in found.items():
-        console.print(depth_table(name, figures))
-        console.print(child_table(name, figures))
+        # A name may be a long path: as a table's title it would be broken at the table's width.
+        console.print(name, highlight=False, soft_wrap=True)
+        console.print(depth_table(figures))
+        console.print(child_table(figures))
     report = {
         **(described or {}),
         "data": list(data),
@@ -120,9 +122,9 @@ def encode(sets: Sequence[PromptSet], tokenizer: PreTrainedTokenizerBase, length
     return torch.stack(rows)
 
 
-def depth_table(name: str, figures: Mapping[str, Any]) -> Table:
+def depth_table(figures: Mapping[str, Any]) -> Table:
     """Distance and coverages by depth."""
-    table = Table(title=f"{name}, {figures['blocks']} blocks", title_justify="left")
+    table = Table(title=f"{figures['blocks']} blocks", title_justify="left")
     table.add_column("depth", justify="right")
     table.add_column("distance to the target", justify="right")
     for rank in figures["coverage"]:
@@ -133,10 +135,10 @@ def depth_table(name: str, figures: Mapping[str, Any]) -> Table:
     return table
 
 
-def child_table(name: str, figures: Mapping[str, Any]) -> Table:
+def child_table(figures: Mapping[str, Any]) -> Table:
     """Best children on and off the spine."""
     child = figures["child_accuracy"]
-    table = Table(title=f"{name}, best children in trees of {child['nodes']} nodes", title_justify="left")
+    table = Table(title=f"Best children in trees of {child['nodes']} nodes", title_justify="left")
     for column in ("where", "nodes", "accuracy", "of the marginals there", "dead ends"):
         table.add_column(column, justify="left" if column == "where" else "right")
     for side in ("on_spine", "off_spine"):
