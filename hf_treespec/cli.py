@@ -609,7 +609,9 @@ def train_treeflash_command(
     target: TrainTargetOption = "embedded",
     init: Annotated[
         str,
-        typer.Option(help="DFlash drafter the head stands on, or a TreeFlash drafter to go on with: id or path."),
+        typer.Option(
+            help="DFlash drafter the head stands on, or a TreeFlash drafter to go on with; id, path, or `embedded`."
+        ),
     ] = "embedded",
     data: DataOption = None,
     freeze_backbone: Annotated[

@@ -18,10 +18,13 @@ import hf_treespec
 from hf_treespec import embedded
 from hf_treespec.cli import app
 from hf_treespec.drafters.auto import AutoDrafter
+from hf_treespec.drafters.dflash import DFlashDrafter
+from hf_treespec.drafters.treeflash import TreeFlashDrafter
 from hf_treespec.evaluation import demo, held_out
 from hf_treespec.evaluation.arms import ARMS
 from hf_treespec.evaluation.benchmark import Benchmark
 from hf_treespec.evaluation.prompt_sets import available_sets
+from hf_treespec.training.commands import load_init
 
 runner = CliRunner()
 
@@ -327,6 +330,16 @@ class TestTraining:
         assert "eval_tau_tree_16: " in result.stdout
         assert AutoDrafter.from_pretrained(output).config.block_size == 4
         assert runner.invoke(app, ["verify", paths[0], str(output), "-p", PROMPT]).exit_code == 0
+
+    def test_a_target_that_is_nowhere(self, texts: Path, tmp_path: Path):
+        result = self.train("dflash", "./no/such/target", tmp_path / "drafter", texts)
+        assert result.exit_code != 0
+        assert "There is no folder './no/such/target'" in " ".join(result.stderr.split())
+
+    def test_embedded_drafters_are_told_apart(self):
+        target, _, _ = embedded.load()
+        assert type(load_init("embedded", target)) is DFlashDrafter
+        assert type(load_init("embedded:treeflash", target)) is TreeFlashDrafter
 
     def test_treeflash(self, paths: tuple[str, str], tmp_path: Path):
         chats = tmp_path / "chats.jsonl"

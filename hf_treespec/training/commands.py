@@ -21,6 +21,7 @@ from ..drafters import AutoDrafter
 from ..drafters.base import BlockDrafter
 from ..drafters.dflash import DFlashConfig, DFlashDrafter
 from ..drafters.treeflash import TreeFlashDrafter
+from ..sources import find_source
 from . import corpus
 from .card import write_card, write_log
 from .checkpoints import last_checkpoint
@@ -109,7 +110,7 @@ def run_treeflash(
     """Trains a TreeFlash head on a DFlash drafter, which helps to write the text it learns from.
 
     Args:
-        init: A DFlash drafter, or a TreeFlash drafter to train on: Hub id, path, or `"embedded"`.
+        init: A DFlash drafter, or a TreeFlash drafter to train on: Hub id, path, `"embedded"` or `"embedded:FAMILY"`.
 
     Raises:
         ValueError: The drafter is of another family or does not fit the target, or the data are too few.
@@ -127,13 +128,18 @@ def run_treeflash(
 
 
 def load_target(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target and its tokenizer."""
+    """The target and its tokenizer.
+
+    Raises:
+        FileNotFoundError: The target is a path that leads nowhere.
+    """
     device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if job.target == _EMBEDDED:
         target, _, tokenizer = embedded.load(job.dtype, device)
         return target, tokenizer
-    target = AutoModelForCausalLM.from_pretrained(job.target, dtype=job.dtype or "auto").to(device)
-    return target, AutoTokenizer.from_pretrained(job.target)
+    source = find_source(job.target)
+    target = AutoModelForCausalLM.from_pretrained(source, dtype=job.dtype or "auto").to(device)
+    return target, AutoTokenizer.from_pretrained(source)
 
 
 def load_init(name: str, target: PreTrainedModel) -> DFlashDrafter:
@@ -143,8 +149,9 @@ def load_init(name: str, target: PreTrainedModel) -> DFlashDrafter:
         ValueError: It is of a family that has no such head.
     """
     drafter: BlockDrafter
-    if name == _EMBEDDED:
-        _, drafter, _ = embedded.load(torch.float32, target.device)
+    source, _, family = name.partition(":")
+    if source == _EMBEDDED:
+        _, drafter, _ = embedded.load(torch.float32, target.device, family=family or "dflash")
     else:
         drafter = AutoDrafter.from_pretrained(name, dtype=torch.float32).to(target.device)
     if not isinstance(drafter, DFlashDrafter):
