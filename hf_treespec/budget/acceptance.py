@@ -6,9 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
 #: Standard errors of the recent rounds beyond which what was learned before is given up.
 _SURPRISE = 2.5
 #: Half-life of what counts as recent, in rounds.
@@ -56,21 +53,19 @@ class CalibratedAcceptance:
         """Whether recent rounds have just taken the place of what was learned before."""
         return self._unsettled > 0
 
-    def correct(self, scores: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
-        """The path scores as experience has them.
+    def correct(self, scores: Sequence[float], depths: Sequence[int]) -> list[float]:
+        """The path scores of a row as experience has them.
 
         Args:
-            scores: Path scores ρ, `[R, N]`.
-            depths: Depths of the nodes, long `[R, N]`; 0 for roots and dummies.
+            scores: Path scores ρ of N nodes.
+            depths: Their depths; 0 for roots and dummies.
 
         Returns:
-            Probabilities that the walk takes each node, `[R, N]`; of roots unchanged.
+            Probabilities that the walk takes each node; of roots unchanged.
         """
-        # NumPy on the host: for some dozens of nodes a tensor's every operation costs more than all of its numbers.
-        factors = np.array(self.factors())
-        steps = np.minimum(depths.cpu().numpy(), len(factors) - 1)
-        corrected = np.minimum(scores.detach().cpu().numpy() * factors[steps], 1.0)
-        return torch.from_numpy(corrected).to(scores)
+        factors = self.factors()
+        factors += factors[-1:] * (max(depths) + 1 - len(factors))
+        return [min(score * factors[depth], 1.0) for score, depth in zip(scores, depths, strict=True)]
 
     def factors(self) -> list[float]:
         """Accepted ÷ promised at depths 0, 1, …; deeper ones are as the last."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from .latency import LatencyPoint
 
 #: Small and large mixed, so that an estimate exists early; the dearest last, so that they can be left out.
@@ -17,8 +14,6 @@ _FORWARDS = 2
 _HOPE = 1.25
 #: Rows at which another kind of attention is compared.
 _COMPARED = 16
-
-Surrogate = npt.NDArray[np.float64]
 
 
 class Calibration:
@@ -47,7 +42,7 @@ class Calibration:
         """Whether the next round's attention should be split."""
         return bool(self._queue) and self._queue[0][1]
 
-    def record(self, point: LatencyPoint, surrogate: Surrogate | None = None) -> None:
+    def record(self, point: LatencyPoint, surrogate: Sequence[float] = ()) -> None:
         """Takes the round's forward; of two looks at a size the quicker one stays, as noise only slows.
 
         Args:
@@ -62,17 +57,17 @@ class Calibration:
             self.points.remove(kept[0])
             point = min(point, kept[0], key=lambda p: p.ms)
         self.points.append(point)
-        if surrogate is not None and len(surrogate) and done not in self._queue:
+        if surrogate and done not in self._queue:
             self._leave_out(surrogate)
 
-    def _leave_out(self, surrogate: Surrogate) -> None:
+    def _leave_out(self, surrogate: Sequence[float]) -> None:
         plain = min((point.ms for point in self.points if point.rows == 1), default=0.0)
         if not plain:
             return
 
         def pays(size: int) -> bool:
             at_least = max((point.ms for point in self.points if point.rows <= size), default=0.0)
-            hoped = _HOPE * float(surrogate[min(size, len(surrogate)) - 1])
+            hoped = _HOPE * surrogate[min(size, len(surrogate)) - 1]
             return hoped * plain > at_least
 
         self._queue = [(size, split) for size, split in self._queue if size < 4 or pays(size)]

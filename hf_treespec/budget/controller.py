@@ -15,10 +15,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from .acceptance import CalibratedAcceptance
@@ -28,8 +27,6 @@ from .policy import BudgetPolicy, RoundRecord
 from .roofline import Workload
 
 logger = logging.getLogger(__name__)
-
-Array = npt.NDArray[np.float64]
 
 #: Share that a running mean moves by once it has settled.
 _GAIN = 1 / 32
@@ -56,7 +53,7 @@ _CLIP = 3.0
 _LEAST_EXPANDED = 16
 
 
-def best_prefix(surrogate: Array, verify_ms: Array, rate: float) -> int:
+def best_prefix(surrogate: Sequence[float], verify_ms: Sequence[float], rate: float) -> int:
     """The N that maximises Â(N) − λ·T(N), the least of equals; the larger λ, the smaller N.
 
     Args:
@@ -64,12 +61,19 @@ def best_prefix(surrogate: Array, verify_ms: Array, rate: float) -> int:
         verify_ms: T at the same N.
         rate: λ, tokens per ms.
     """
-    return int(np.argmax(surrogate - rate * verify_ms)) + 1
+    # Plain numbers, here and in what leads here: between two forwards of large models nothing is left in a processor's
+    # caches, and a few dozen additions are quicker than the first call of a NumPy function.
+    best, most = 1, -math.inf
+    for nodes, (tokens, ms) in enumerate(zip(surrogate, verify_ms, strict=True), 1):
+        value = tokens - rate * ms
+        if value > most:
+            best, most = nodes, value
+    return best
 
 
-def best_rate(surrogate: Array, verify_ms: Array, fixed_ms: float) -> float:
+def best_rate(surrogate: Sequence[float], verify_ms: Sequence[float], fixed_ms: float) -> float:
     """The largest tokens per ms of any N, where a round takes `fixed_ms` beside the verification."""
-    return float(np.max(surrogate / (verify_ms + fixed_ms)))
+    return max(tokens / (ms + fixed_ms) for tokens, ms in zip(surrogate, verify_ms, strict=True))
 
 
 class BudgetController(BudgetPolicy):
@@ -98,14 +102,22 @@ class BudgetController(BudgetPolicy):
         self._paces: dict[int, _Pace] = {}
         self._batch, self._context, self._turn = 1, 0, 0
         self._recent: deque[int] = deque(maxlen=8)
-        self._seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # the trees of the calibration
-        # Of the round being decided: Â(N) − λ·T(N) of a row at the best N, and what the round should take.
-        self._value: float | None = None
+        self._seen: list[_Promises] = []  # the trees of the calibration
+        # Â(N) − λ·T(N) of a row at the best N, of every drafted round not recorded yet; None while calibrating.
+        self._values: deque[float | None] = deque()
 
     @property
     def calibrating(self) -> bool:
         """Whether the target is still being measured."""
         return self._calibration is not None
+
+    @property
+    def patience(self) -> int:
+        """Several rounds at once, where none of them alone will change what is decided."""
+        if self._calibration is not None or self.acceptance.unsettled:
+            return 1
+        pace = self._pace()
+        return 1 if pace.paused or pace.advantage.count < _EVIDENCE else super().patience
 
     @property
     def rate(self) -> float:
@@ -114,7 +126,7 @@ class BudgetController(BudgetPolicy):
 
     def begin(self, context: int, batch: int) -> None:
         self._context, self._batch = context, batch
-        self._value = None
+        self._values.clear()
 
     def should_draft(self) -> bool:
         self.split = self._splits[0]
@@ -141,19 +153,19 @@ class BudgetController(BudgetPolicy):
         return min(self.limit, max(_LEAST_EXPANDED, 3 * max(self._recent) // 2))
 
     def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
-        scores = scores.detach().cpu()
-        depths = None if depths is None else depths.detach().cpu()
         nodes = min(scores.shape[1], self.limit)
+        promises: _Promises = (scores.tolist(), None if depths is None else depths.tolist())
         if self._calibration is not None:
             self.split = self._calibration.split
-            self._seen.append((scores, depths))
+            self._seen.append(promises)
+            self._values.append(None)
             return min(self._calibration.size or 1, nodes)
         pace = self._pace()
-        surrogate = self._surrogate(scores, depths)[:nodes]
-        verify_ms = self.latency.steady_curve(nodes, self._context, self._batch)
-        rate = pace.rate_over(float(verify_ms[0]) + pace.plain_other)
+        surrogate = self._surrogate(*promises)[:nodes]
+        verify_ms = self.latency.steady_curve(nodes, self._context, self._batch).tolist()
+        rate = pace.rate_over(verify_ms[0] + pace.plain_other)
         chosen = best_prefix(surrogate, verify_ms, rate)
-        self._value = float(surrogate[chosen - 1] - rate * verify_ms[chosen - 1])
+        self._values.append(surrogate[chosen - 1] - rate * verify_ms[chosen - 1])
         if len(self._splits) > 1:
             self.split = self.latency.best_split(chosen, self._context, self._batch)
         if pace.paused:
@@ -176,7 +188,7 @@ class BudgetController(BudgetPolicy):
         return beside
 
     def record(self, record: RoundRecord) -> None:
-        value, self._value = self._value, None
+        value = self._values.popleft() if record.drafted and self._values else None
         self._batch = record.batch
         if self._calibration is None:
             self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.split)
@@ -283,13 +295,13 @@ class BudgetController(BudgetPolicy):
         rate = 1 / plain
         surrogate = self._mean_surrogate()
         if len(surrogate):
-            verify_ms = self.latency.steady_curve(len(surrogate), self._context, self._batch)
+            verify_ms = self.latency.steady_curve(len(surrogate), self._context, self._batch).tolist()
             rate = max(rate, best_rate(surrogate, verify_ms, pace.fixed_ms))
         pace.tokens, pace.ms = _RATE_PRIOR, _RATE_PRIOR / rate
         for seen in self._seen:
             surrogate = self._surrogate(*seen)
-            verify_ms = self.latency.steady_curve(len(surrogate), self._context, self._batch)
-            value = float(np.max(surrogate - rate * verify_ms))
+            verify_ms = self.latency.steady_curve(len(surrogate), self._context, self._batch).tolist()
+            value = max(tokens - rate * ms for tokens, ms in zip(surrogate, verify_ms, strict=True))
             pace.advantage.add(value - rate * pace.fixed_ms - (1 - rate * plain))
 
     def _calibrate(self, record: RoundRecord) -> None:
@@ -306,19 +318,17 @@ class BudgetController(BudgetPolicy):
             self._expect(self._paces[record.batch])
             self._seen.clear()
 
-    def _surrogate(self, scores: torch.Tensor, depths: torch.Tensor | None) -> Array:
+    def _surrogate(self, scores: list[list[float]], depths: list[list[int]] | None) -> list[float]:
         """Surrogate Â of a live row at N = 1, 2 and so on."""
         if depths is not None:
-            scores = self.acceptance.correct(scores, depths)
-        return np.asarray(scores.numpy().mean(0, dtype=np.float64).cumsum())
+            scores = [self.acceptance.correct(*row) for row in zip(scores, depths, strict=True)]
+        reached = scores[0] if len(scores) == 1 else [sum(nodes) / len(scores) for nodes in zip(*scores, strict=True)]
+        return list(accumulate(reached))
 
-    def _mean_surrogate(self) -> Array:
+    def _mean_surrogate(self) -> list[float]:
         """Â over the trees of the calibration, as far as all of them go."""
-        if not self._seen:
-            return np.zeros(0)
         curves = [self._surrogate(*seen) for seen in self._seen]
-        nodes = min(len(curve) for curve in curves)
-        return np.mean([curve[:nodes] for curve in curves], axis=0)
+        return [sum(tokens) / len(curves) for tokens in zip(*curves, strict=False)]
 
     def _verdict(self, plain: float) -> str:
         pace, slowdown = self._pace(), self.latency.slowdown
@@ -327,6 +337,10 @@ class BudgetController(BudgetPolicy):
             f"drafting and {pace.verify_ms * slowdown:.1f} ms of verifying, against {plain * slowdown:.1f} ms of a "
             "plain step"
         )
+
+
+#: Path scores of the live rows, `[R][N]`, and the nodes' depths.
+_Promises = tuple[list[list[float]], list[list[int]] | None]
 
 
 @dataclass

@@ -68,6 +68,11 @@ class BudgetPolicy(ABC):
     learns: bool = True
 
     @property
+    def patience(self) -> int:
+        """Rounds that may be over before `record` is told of them, all at once."""
+        return 4
+
+    @property
     def verdict(self) -> str:
         """Why drafting does not pay, where it was given up; empty where it was not."""
         return ""

@@ -296,7 +296,12 @@ class TreeDecoding:
         self._learn()
 
     def _learn(self) -> None:
-        """Tells the policy of the rounds whose times are known by now."""
+        """Tells the policy of the rounds whose times are known by now.
+
+        Several together where it has patience: what is learned from the first is in the processor's caches by then.
+        """
+        if len(self._outcomes) < self.policy.patience and self.rows.live():
+            return
         for times in self.clock.finished():
             record = self._outcomes.popleft().record(times, self.batch_size)
             self.report.verify_ms_history.append(record.verify_ms)

@@ -146,6 +146,7 @@ def simulate(
     draw, run = np.random.default_rng(seed), Run()
     policy.begin(context, batch)
     done, order = 0.0, draw.permutation(96)
+    records: list[RoundRecord] = []
     for turn in range(rounds):
         if done >= tokens:
             break
@@ -173,7 +174,7 @@ def simulate(
         run.ms.append(draft + verify + other)
         run.nodes.append(nodes if drafts else 1)
         run.drawn.append(drawn)
-        policy.record(
+        records.append(
             RoundRecord(
                 nodes,
                 drafts,
@@ -188,6 +189,10 @@ def simulate(
                 accepted,
             )
         )
+        if len(records) >= policy.patience:
+            for record in records:
+                policy.record(record)
+            records.clear()
         run.reasons.append(policy.reason)
         context += int(drawn / batch) if grows else 0
         done += drawn / batch

@@ -11,8 +11,8 @@ from machines import Drafter, Machine, flat, simulate
 
 from hf_treespec.budget import BudgetController, CalibratedAcceptance, FixedBudget, RoundRecord
 
-DEPTHS = torch.tensor([[0, 1, 1, 2, 3, 7]])
-SCORES = torch.tensor([[1.0, 0.5, 0.4, 0.3, 0.2, 0.1]])
+DEPTHS = [0, 1, 1, 2, 3, 7]
+SCORES = [1.0, 0.5, 0.4, 0.3, 0.2, 0.1]
 
 
 def feed(acceptance: CalibratedAcceptance, truth: list[float], rounds: int, seed: int = 0, rows: int = 1) -> None:
@@ -26,7 +26,7 @@ def feed(acceptance: CalibratedAcceptance, truth: list[float], rounds: int, seed
 
 
 def test_nothing_known_changes_nothing() -> None:
-    torch.testing.assert_close(CalibratedAcceptance().correct(SCORES, DEPTHS), SCORES)
+    assert CalibratedAcceptance().correct(SCORES, DEPTHS) == SCORES
 
 
 def test_depths_are_learned() -> None:
@@ -34,9 +34,9 @@ def test_depths_are_learned() -> None:
     feed(acceptance, [0.9, 0.5], 600)
     assert acceptance.factors()[1:] == pytest.approx([0.9, 0.45], rel=0.15)
     corrected = acceptance.correct(SCORES, DEPTHS)
-    assert corrected[0, 0] == 1
+    assert corrected[0] == 1
     # Deeper than ever seen is as the deepest.
-    torch.testing.assert_close(corrected[0, 3:] / SCORES[0, 3:], torch.full((3,), acceptance.factors()[2]))
+    assert corrected[3:] == pytest.approx([acceptance.factors()[2] * score for score in SCORES[3:]])
 
 
 def test_promises_may_be_too_low_but_nothing_is_surer_than_certain() -> None:
@@ -44,7 +44,7 @@ def test_promises_may_be_too_low_but_nothing_is_surer_than_certain() -> None:
     for _ in range(100):
         acceptance.record([1.0, 0.5], [1, 1])
     assert acceptance.factors()[1] > 1.8
-    assert acceptance.correct(torch.tensor([[1.0, 0.9]]), torch.tensor([[0, 1]])).max() <= 1
+    assert acceptance.correct([1.0, 0.9], [0, 1]) == [1.0, 1.0]
 
 
 def test_few_rounds_do_not_swing_it() -> None:
@@ -65,8 +65,7 @@ def test_another_drafter_is_noticed_in_tens_of_rounds(first: float, then: float)
 
 
 def test_dummies_stay_nothing() -> None:
-    corrected = CalibratedAcceptance().correct(torch.tensor([[1.0, 0.0]]), torch.tensor([[0, 0]]))
-    assert corrected.tolist() == [[1.0, 0.0]]
+    assert CalibratedAcceptance().correct([1.0, 0.0], [0, 0]) == [1.0, 0.0]
 
 
 def test_reliability_and_correlation() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -215,7 +216,7 @@ def test_a_profile_that_makes_no_sense_is_measured_again(profile: dict, caplog: 
 # Calibration
 
 
-def calibrate(curve: dict[int, float], largest: int = 64, surrogate: np.ndarray | None = None) -> list[int]:
+def calibrate(curve: dict[int, float], largest: int = 64, surrogate: Sequence[float] = ()) -> list[int]:
     """Sizes in the order in which they are measured."""
     calibration, order = Calibration(largest), []
     while (size := calibration.size) is not None:
@@ -243,8 +244,8 @@ def test_a_first_forward_that_warms_up_does_not_count() -> None:
 
 def test_hopeless_sizes_are_left_out() -> None:
     steep = {n: 10.0 * n for n in (1, 2, 4, 8, 16, 32, 64)}
-    assert max(calibrate(steep, surrogate=np.full(64, 1.5))) <= 16
-    assert 64 in calibrate({n: 10 + n / 8 for n in steep}, surrogate=np.full(64, 1.5))
+    assert max(calibrate(steep, surrogate=[1.5] * 64)) <= 16
+    assert 64 in calibrate({n: 10 + n / 8 for n in steep}, surrogate=[1.5] * 64)
 
 
 def test_shorter_trees_end_a_calibration_too() -> None:
