@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("transformers.models.muse_glimmer_assistant")
 
-from transformers import (  # noqa: E402
+from transformers import (
     MuseGlimmerAssistantConfig,
     MuseGlimmerAssistantModel,
     MuseGlimmerConfig,
     MuseGlimmerForConditionalGeneration,
 )
 
-from hf_treespec.drafters.muse import MuseConfig, MuseDrafter  # noqa: E402
+from hf_treespec.drafters.muse import MuseConfig, MuseDrafter
 
 BLOCK, WINDOW = 5, 6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from muse_models import muse_of, tiny_assistant, tiny_muse_target
 from parity import GREEDY, SAMPLED, Inputs, assert_same, run
 from transformers import PreTrainedModel
+from transformers.pipelines import base
 
 import hf_treespec  # noqa: F401  (teaches generate() about drafters)
 from hf_treespec.drafters import TargetModules
+from hf_treespec.drafters.muse import MuseDrafter
+from hf_treespec.drafters.treeflash import TreeFlashDrafter
 
 TARGET = tiny_muse_target()
 DRAFTER = muse_of(tiny_assistant(TARGET))
@@ -83,3 +87,15 @@ def test_a_tree_finds_more_than_a_chain():
         assert torch.equal(assisted.sequences, plain.sequences)
         lengths.append(view.last_report.acceptance_length)
     assert 1 < lengths[0] < lengths[1]
+
+
+def test_a_pipeline_takes_it_by_its_path(tmp_path: Path):
+    tiny_assistant(TARGET).save_pretrained(tmp_path)
+    loaded, assistant_tokenizer = base.load_assistant_model(TARGET, str(tmp_path), None)
+    assert isinstance(loaded, MuseDrafter)
+    assert assistant_tokenizer is None
+
+
+def test_treeflash_does_not_start_from_it():
+    with pytest.raises(ValueError, match="not from a MuseDrafter"):
+        TreeFlashDrafter.from_dflash(DRAFTER)

@@ -71,6 +71,11 @@ def muse(**overrides: Any) -> Pair:
     return Pair(target, assistant, muse_of(assistant))
 
 
+def muse_in_both() -> Pair:
+    pair = muse()
+    return Pair(pair.target, pair.ours, pair.ours)
+
+
 WINDOWED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 PAIRS: dict[str, Callable[[], Pair]] = {
     "dflash": dflash,
@@ -81,6 +86,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "muse": muse,
     "muse half sliding": lambda: muse(**WINDOWED),
     "muse full": lambda: muse(layer_types=["full_attention"] * 2),
+    "muse in both": muse_in_both,
 }
 
 

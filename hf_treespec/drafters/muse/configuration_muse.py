@@ -55,7 +55,8 @@ class MuseConfig(DFlashConfig):
 
     def _validate_fields(self) -> None:
         super()._validate_fields()
-        if "sliding_attention" in self.layer_types and self.sliding_window < self.block_size - 1:
+        sliding = self.sliding_window if "sliding_attention" in self.layer_types else None
+        if sliding is not None and sliding < self.block_size - 1:
             raise ValueError(
                 f"sliding_window ({self.sliding_window}) is below block_size - 1 ({self.block_size - 1}); the rows of "
                 "a block see each other. Use the drafter's own config.json."
@@ -63,8 +64,10 @@ class MuseConfig(DFlashConfig):
 
     def layer_window(self, layer: int) -> int | None:
         # transformers' two-way mask bounds the distance, which counts one position less than a window does.
-        reach = self.sliding_window + 1 if self.layer_types[layer] == "sliding_attention" else None
-        return min((window for window in (self.draft_window, reach) if window), default=None)
+        windows = [self.draft_window]
+        if self.sliding_window is not None and self.layer_types[layer] == "sliding_attention":
+            windows.append(self.sliding_window + 1)
+        return min((window for window in windows if window), default=None)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
