@@ -80,8 +80,9 @@ class TargetModules:
     """The target's input embedding and LM head, as a drafter borrows them.
 
     Casts at both boundaries, so that a drafter may run in another dtype than its target, and applies what the family
-    does outside those two modules: an embedding multiplier going in, logit scaling and soft-capping coming out. Holds
-    them weakly: a draft context that waits for its conversation to go on keeps no target alive.
+    does outside those two modules: an embedding multiplier going in, logit scaling and soft-capping coming out. A norm
+    inside the embedding is left out, as drafters are trained on its rows (transformers' DFlash loop does the same).
+    Holds them weakly: a draft context that waits for its conversation to go on keeps no target alive.
     """
 
     def __init__(self, target: PreTrainedModel) -> None:
@@ -95,11 +96,17 @@ class TargetModules:
         self._head_dtype = head.dtype if head.is_floating_point() else None
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
         self._logits_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        self._logits_multiplier = float(getattr(config, "output_multiplier", None) or 1.0)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Embeds long `[...]` token ids as the target does, cast to `dtype`."""
-        embedded: torch.Tensor = _alive(self._embedding)(token_ids.to(self._embedding_device))
+        """Embeds long `[...]` token ids as the target does, its embedding's norm aside, cast to `dtype`."""
+        embedding, token_ids = _alive(self._embedding), token_ids.to(self._embedding_device)
+        embedded: torch.Tensor
+        if isinstance(embedding, nn.Embedding) and hasattr(embedding, "embed_norm"):
+            embedded = nn.Embedding.forward(embedding, token_ids)
+        else:
+            embedded = embedding(token_ids)
         return (embedded * self._embedding_multiplier if self._embedding_multiplier != 1.0 else embedded).to(dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -127,6 +134,8 @@ class TargetModules:
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
+        if self._logits_multiplier != 1.0:
+            logits = logits * self._logits_multiplier
         if self._softcap:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits

@@ -1,4 +1,4 @@
-"""A session's context and drafts: against whole forwards, the stock loop, and itself fed in other portions."""
+"""A session's context and drafts: against whole forwards, and itself fed in other portions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from dflash_models import BLOCK, MASK, VOCAB, fused_features, state, tiny_drafter, tiny_target
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, Qwen3Model, T5Config
-from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from hf_treespec.drafters import DraftState
-from hf_treespec.drafters.dflash import DFlashDrafter, DFlashSession
+from hf_treespec.drafters.dflash import DFlashDrafter
 from hf_treespec.training.blocks import draft_blocks
 from hf_treespec.training.teacher import teacher_forward
 
@@ -242,55 +241,6 @@ def test_buffers_grow_without_losing_anything():
     wanted = fresh.draft(state(tokens, features, 0, 179))
     assert_close(session.draft(state(tokens, None, 179, 179)), wanted)
     assert session.buffers.storage.shape[4] < 4 * 179
-
-
-class Recorder(DFlashTokenCandidateGenerator):
-    """Transformers' own DFlash generator, with our session drafting beside it from the same features."""
-
-    session: DFlashSession
-    rounds: list[tuple[list[int], list[int]]]
-
-    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        candidates, logits = super().get_candidates(input_ids, *args, **kwargs)
-        if candidates.shape[1] == input_ids.shape[1]:
-            return candidates, logits
-        first, anchor = self.session.lengths[0], input_ids.shape[1] - 1
-        outputs = kwargs["model_outputs"] if "model_outputs" in kwargs else args[1]
-        features = sum(
-            self.session.fuse(index, outputs.hidden_states[layer + 1][:, : anchor - first])
-            for index, layer in enumerate(self.session.feature_layers)
-        )
-        lattice = self.session.propose(
-            DraftState(
-                anchors=input_ids[:, -1],
-                positions=torch.tensor([anchor]),
-                features=features,
-                feature_positions=torch.arange(first, anchor)[None],
-                feature_valid=None,
-                depth=self.block_size - 1,
-                width=1,
-            )
-        )
-        self.rounds.append((candidates[0, anchor + 1 :].tolist(), lattice.tokens[0, :, 0, 0].tolist()))
-        return candidates, logits
-
-
-@pytest.mark.parametrize("overrides", WINDOWS[:5], ids=WINDOW_IDS[:5])
-def test_the_stock_loop_runs_our_drafter(monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any]):
-    target = tiny_target()
-    drafter = tiny_drafter(target, **overrides)
-    prompt = tokens_of(1, 13)
-    plain = target.generate(prompt, max_new_tokens=30, do_sample=False)
-    monkeypatch.setattr(Recorder, "session", drafter.start(target, 1, 64), raising=False)
-    monkeypatch.setattr(Recorder, "rounds", [], raising=False)
-    monkeypatch.setattr("transformers.generation.utils.DFlashTokenCandidateGenerator", Recorder)
-    drafted = target.generate(
-        prompt, assistant_model=drafter, speculation_type="dflash", max_new_tokens=30, do_sample=False
-    )
-    assert torch.equal(plain, drafted)
-    assert len(Recorder.rounds) > 5
-    assert all(stock == ours for stock, ours in Recorder.rounds)
-    assert len({tuple(stock) for stock, _ in Recorder.rounds}) > 3
 
 
 def test_forward_with_padding():

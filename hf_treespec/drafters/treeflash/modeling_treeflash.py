@@ -42,7 +42,15 @@ class TreeFlashDrafter(DFlashDrafter):
             dflash: The drafter to start from; its device and dtype are kept.
             share: Whether to use its very tensors instead of a copy.
             options: Fields of `TreeFlashConfig`.
+
+        Raises:
+            ValueError: It is of another family, whose tensors and configuration a TreeFlash checkpoint cannot hold.
         """
+        if type(dflash) is not DFlashDrafter:
+            raise ValueError(
+                f"a TreeFlash drafter starts from a DFlashDrafter, not from a {type(dflash).__name__}; pass a DFlash "
+                "drafter or train one for the target."
+            )
         fields = {name: value for name, value in dflash.config.to_dict().items() if name not in _OF_A_FILE}
         with torch.device("meta"):
             drafter = cls(cls.config_class(**{**fields, **options}))
