@@ -435,8 +435,11 @@ def calibrate(
     ),
     contexts: Annotated[str, typer.Option(help="Cached columns to check predictions at, by comma.")] = "64,512",
     rounds: Annotated[
-        int, typer.Option(min=3, help="Forwards to measure of each number of rows; their median counts.")
+        int, typer.Option(min=3, help="Calls to measure of each number of rows; their median counts.")
     ] = 8,
+    max_budget: Annotated[
+        int | None, typer.Option(min=2, help="Most rows of a round.  [default: 64 on a CPU, 128 elsewhere]")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Forget the stored profile first.")] = False,
     dtype: Annotated[Precision, typer.Option(help="Format of the weights; the checkpoint's own by default.")] = (
         Precision.auto
@@ -459,6 +462,8 @@ def calibrate(
     if not columns or min(columns) < 1:
         raise typer.BadParameter("expected numbers from 1 on, such as `64,512`", param_hint="--contexts")
     model, assistant, _ = _load(target, drafter, dtype, device)
+    if max_budget is not None:
+        assistant = assistant.with_options(max_budget=max_budget)
     try:
         run_calibration(Console(), model, assistant, contexts=columns, rounds=rounds, again=again, plot=plot)
     except (ImportError, OSError, ValueError) as error:

@@ -25,6 +25,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 #: Fewest forwards that a median is taken of: of one or two, a single slow one would decide.
 LEAST_ROUNDS = 3
 _WARM_UP_ROUNDS = 2
+#: Blocks of text that a call of a turn decodes.
+_TURN_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -65,47 +67,48 @@ def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 
     return path
 
 
-def measure(
-    target: PreTrainedModel, drafter: BlockDrafter, context: int, sizes: Sequence[int] = SIZES, rounds: int = 8
-) -> dict[int, float]:
-    """Median milliseconds of a verification forward by its rows, over real rounds of fixed budgets.
+def check(
+    target: PreTrainedModel, drafter: BlockDrafter, contexts: Sequence[int], rounds: int = 8
+) -> Iterator[list[Check]]:
+    """Predictions of a calibrated pair against measurements, a list a context, for the rows that it may verify.
 
-    Trees may come out smaller than asked where a drafter offers too little; what counts is what was verified. Sizes
-    that come up fewer than `LEAST_ROUNDS` times are left out.
+    Sizes take turns, `rounds` times. Before each turn the pair decodes as by default, which tells the controller how
+    quick the machine is just then; what it predicts after that is held against calls of fixed budgets, from which it
+    learns nothing. Trees may come out smaller than asked where a drafter offers too little; sizes that come up fewer
+    than `LEAST_ROUNDS` times are left out.
 
     Raises:
         ValueError: `rounds` is below `LEAST_ROUNDS`.
     """
     if rounds < LEAST_ROUNDS:
         raise ValueError(f"`rounds` must be at least {LEAST_ROUNDS}, of which a median is taken; got {rounds}.")
-    found: dict[int, list[float]] = defaultdict(list)
-    depths = drafter.drafted_depths + 1
-    for size in sizes:
-        view = drafter.with_options(budget=size, shape="tree")
-        wanted, calls_left = rounds, 4
-        while wanted > 0 and calls_left:
-            calls_left -= 1
-            _generate(target, view, context, (wanted + _WARM_UP_ROUNDS) * depths)
-            report = view.last_report
-            measured = list(zip(report.nodes_history, report.verify_ms_history, strict=True))[_WARM_UP_ROUNDS:]
-            # The last rounds of a call have less room, hence fewer rows.
-            fitting = [ms for rows, ms in measured if rows == size]
-            found[size] += fitting[:rounds]
-            wanted -= len(fitting)
-    return {size: statistics.median(times) for size, times in sorted(found.items()) if len(times) >= LEAST_ROUNDS}
-
-
-def check(
-    target: PreTrainedModel, drafter: BlockDrafter, contexts: Sequence[int], rounds: int = 8
-) -> Iterator[list[Check]]:
-    """Predictions of a calibrated pair against measurements, a list a context, for the rows that it may verify."""
+    adaptive = drafter.with_options(budget="auto")
     with lent_controller(target, drafter) as controller:
         sizes = [size for size in SIZES if size <= controller.limit]
     for context in contexts:
-        measured = measure(target, drafter, context, sizes, rounds)
-        with lent_controller(target, drafter) as controller:
-            curve = controller.latency.curve(max(measured), context)
-        yield [Check(context, size, float(curve[size - 1]), ms) for size, ms in measured.items()]
+        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for _ in range(rounds):
+            _generate(target, adaptive, context, _TURN_ROUNDS * (drafter.drafted_depths + 1))
+            with lent_controller(target, drafter) as controller:
+                curve = controller.latency.curve(controller.limit, context).tolist()
+            for size in sizes:
+                found[size] += [(curve[size - 1], ms) for ms in _verify_ms(target, drafter, context, size)]
+        yield [
+            Check(context, size, *(statistics.median(column) for column in zip(*pairs, strict=True)))
+            for size, pairs in found.items()
+            if len(pairs) >= LEAST_ROUNDS
+        ]
+
+
+def _verify_ms(target: PreTrainedModel, drafter: BlockDrafter, context: int, size: int) -> list[float]:
+    """Median milliseconds of a verification of `size` rows in one call; nothing where no tree had as many."""
+    view = drafter.with_options(budget=size, shape="tree")
+    _generate(target, view, context, _TURN_ROUNDS * (drafter.drafted_depths + 1))
+    report = view.last_report
+    measured = list(zip(report.nodes_history, report.verify_ms_history, strict=True))[_WARM_UP_ROUNDS:]
+    # The last rounds of a call have less room, hence fewer rows.
+    fitting = [ms for rows, ms in measured if rows == size]
+    return [statistics.median(fitting)] if fitting else []
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_treespec.cli import app
 from hf_treespec.decoding import budgets
-from hf_treespec.evaluation.calibration import LEAST_ROUNDS, Check, calibrate, check, measure
+from hf_treespec.evaluation.calibration import LEAST_ROUNDS, Check, calibrate, check
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +35,11 @@ def test_calibration_stores_a_profile_and_again_replaces_it(profiles: Path) -> N
 
 def test_rows_that_a_drafter_cannot_fill_are_not_reported() -> None:
     # One depth over 97 tokens gives a tree of 98 nodes at most.
-    measured = measure(target("qwen3"), dflash("qwen3").with_options(depth=1), 32, sizes=(1, 4, 200), rounds=3)
-    assert set(measured) <= {1, 4}
-    assert 4 in measured
-    assert all(ms > 0 for ms in measured.values())
+    model, drafter = target("qwen3"), dflash("qwen3").with_options(depth=1, max_budget=128)
+    calibrate(model, drafter)
+    (found,) = check(model, drafter, (16,), rounds=3)
+    assert {item.rows for item in found} == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96}
+    assert all(item.measured_ms > 0 for item in found)
 
 
 def test_predictions_stand_beside_measurements() -> None:
@@ -67,7 +68,7 @@ def test_a_median_needs_three_forwards() -> None:
     assert "--rounds" in result.output
     assert str(LEAST_ROUNDS) in result.output
     with pytest.raises(ValueError, match="at least 3"):
-        measure(target("qwen3"), dflash("qwen3"), 16, rounds=LEAST_ROUNDS - 1)
+        next(check(target("qwen3"), dflash("qwen3"), (16,), rounds=LEAST_ROUNDS - 1))
 
 
 def test_only_rows_that_may_be_verified_are_listed() -> None:
