@@ -32,6 +32,7 @@ PROMPT_LENGTH = 128
 TEMPERATURE = 0.8
 TREE_NODES = (16, 64)
 PARENTS = (2, 4, 8, 16, 32)
+TEMPERATURES = (0.7, 1.0, 1.4)
 
 #: What differs from a SwiGLU head trained alone, on the forward KL, with early tokens weighted most.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -98,11 +99,19 @@ def main() -> None:
         _, base, _ = embedded.load(torch.float32, family="dflash")
         rows[name] = train(name, target, base, written, held_out, work, arguments.steps)
     _, trained, _ = embedded.load(torch.float32, family="treeflash")
+
+    def walked(**options: float) -> dict[str, float]:
+        view = trained.with_options(**options)
+        return acceptance_lengths(view, target, sequences, PROMPT_LENGTH, tree_nodes=TREE_NODES)
+
     for parents in PARENTS:
         trained.config.num_parents = parents
-        rows[f"embedded drafter, {parents} parents a depth"] = acceptance_lengths(
-            trained, target, sequences, PROMPT_LENGTH, tree_nodes=TREE_NODES
-        )
+        rows[f"embedded drafter, {parents} parents a depth"] = walked()
+    trained.config.num_parents = PARENTS[1]
+    for temperature in TEMPERATURES:
+        rows[f"{PARENTS[1]} parents, drafter temperature {temperature}"] = walked(drafter_temperature=temperature)
+    trained.config.dead_end_discount = 0.5
+    rows[f"{PARENTS[1]} parents, dead ends going on at half"] = walked()
 
     (work / "ablation.json").write_text(json.dumps({"steps": arguments.steps, "rows": rows}, indent=2))
     table = Table(title=f"{arguments.steps} steps each", title_justify="left")

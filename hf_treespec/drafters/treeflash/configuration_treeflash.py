@@ -25,7 +25,7 @@ class TreeFlashConfig(DFlashConfig):
             computes on: 4 on a CPU, where every row costs, and else 16.
         head: Which logits of a corrected state are computed. `"full"`: of the whole vocabulary. `"candidates"`: of the
             `head_candidates` tokens that the uncorrected state ranks first, the only ones then drafted, and with an
-            estimated normaliser (see `score_candidates`). `"auto"` = full for vocabularies of at most 8,192. Under a
+            estimated normaliser (see `score_candidates`). `"auto"` = full for vocabularies of at most 512. Under a
             target whose head is no plain matrix (quantised, wrapped) it is always full.
         head_candidates: That number; at least `num_parents`.
         dead_end_discount: Above 0 and at most 1: a dead end goes on with the uncorrected distribution of the next

@@ -16,7 +16,7 @@ from .scoring import score_candidates, score_vocabulary, tempered
 from .slots import child_slots, rows_of_parents, rows_to_slots
 
 #: Largest vocabulary whose logits `head="auto"` computes for every parent.
-_SMALL_VOCABULARY = 8192
+_SMALL_VOCABULARY = 512
 
 
 class TreeFlashSession(DFlashSession):
