@@ -19,3 +19,8 @@ def find_source(name: str | Path) -> str:
     if is_path and not Path(source).exists():
         raise FileNotFoundError(f"There is no folder {str(name)!r}. Give one that exists, or a Hub id `owner/name`.")
     return source
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is a Hub id `owner/name` and no folder here."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()

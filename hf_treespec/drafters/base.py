@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -113,7 +113,7 @@ class TargetModules:
         """Float32 logits `[..., V]` of final hidden states `[..., H]`."""
         hidden = hidden.to(self._head_device, self._head_dtype or hidden.dtype)
         logits: torch.Tensor = _alive(self._lm_head)(hidden)
-        return self._scaled(logits.float()[..., : self.vocab_size])
+        return self.scaled(logits.float()[..., : self.vocab_size])
 
     @property
     def selects(self) -> bool:
@@ -129,9 +129,10 @@ class TargetModules:
         logits = hidden.to(head.weight) @ head.weight[tokens].mT
         if head.bias is not None:
             logits = logits + head.bias[tokens].unsqueeze(-2)
-        return self._scaled(logits.float())
+        return self.scaled(logits.float())
 
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[..., C]` as the family scales and caps what comes out of its head."""
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
         if self._logits_multiplier != 1.0:
@@ -212,6 +213,8 @@ class BlockDrafter(PreTrainedModel):
     base_model_prefix = "model"
     _supports_sdpa = True
 
+    #: What a pair is held to when this drafter is attached; see `hf_treespec.drafters.checks`.
+    rules: ClassVar[Sequence[Callable[..., Any]]] = ()
     #: Options used when a call gives none of its own.
     treespec_config: TreeSpecConfig | None = None
     #: Report of the last `generate` call this drafter took part in.
@@ -240,12 +243,18 @@ class BlockDrafter(PreTrainedModel):
         return view
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Checks that this drafter can draft for `target`.
+        """Checks that this drafter can draft for `target`, by its family's `rules`; warns where it may be slow.
 
         Raises:
             ValueError: It cannot; the message names the rule, the value and the fix.
         """
-        raise NotImplementedError
+        from .checks import check
+
+        check(self, target)
+
+    def probe(self) -> torch.Tensor | None:
+        """Hidden states of one block over random features, to see whether they are finite; None = not offered."""
+        return None
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> DraftSession:
         """Opens a session for one `generate` call of `batch_size` rows of at most `max_length` positions."""

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .checks import Status, finite
+
 _LOADING: ContextVar[bool] = ContextVar("hf_treespec_loading", default=False)
 
 
@@ -40,7 +42,8 @@ class LoudLoading:
         """Loads a drafter; see `PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: Tensors are missing, unexpected or have another shape; the message names them.
+            ValueError: Tensors are missing, unexpected or have another shape, or float16 does not hold them; the
+                message names them.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True
@@ -57,6 +60,9 @@ class LoudLoading:
                 f"the checkpoint does not fit {cls.__name__} with its config.json. Tensors {'; '.join(problems)}. "
                 "Use the checkpoint's own config.json, or the class its architecture names."
             )
+        for finding in finite(model):
+            if finding.status is Status.wrong:
+                raise ValueError(str(finding))
         return (model, info) if wants_info else model
 
     def _init_weights(self, module: nn.Module) -> None:

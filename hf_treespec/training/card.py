@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..sources import is_hub_id
+
 _NAMES = {
     "eval_tau_chain": "acceptance length τ, chain",
     "eval_tvd": "total variation distance, mean over depths",
@@ -32,7 +34,7 @@ def write_card(folder: Path, log: Mapping[str, Any]) -> Path:
     """
     metrics, settings = log["metrics"], log["settings"]
     header = ["---", "library_name: hf_treespec", "pipeline_tag: text-generation"]
-    if _is_hub_id(log["target"]):
+    if is_hub_id(log["target"]):
         header += [f"base_model: {log['target']}"]
     header += [f"tags: [hf_treespec, speculative-decoding, {log['family']}]", "---"]
     start = f", from `{log['init']}`" if log.get("init") else ""
@@ -68,7 +70,3 @@ Acceptance says how many tokens a round commits, not how much time that saves: m
 
 def _tree_name(name: str) -> str:
     return f"acceptance length τ, tree of {name.removeprefix('eval_tau_tree_')} nodes"
-
-
-def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()

@@ -6,13 +6,13 @@ feature a position, enters every layer as keys and values only; queries are the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from .. import checks
 from ..base import BlockDrafter
 from ..loading import LoudLoading
 from .configuration_dflash import DFlashConfig
@@ -110,6 +111,21 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
     config: DFlashConfig
     main_input_name = "noise_embeds"
     _no_split_modules: ClassVar[list[str]] = ["DFlashLayer"]
+    rules: ClassVar[Sequence[checks.Rule]] = (
+        checks.decoder_only,
+        checks.lends_modules,
+        checks.widths,
+        checks.feature_layers,
+        checks.vocabulary,
+        checks.special_tokens,
+        checks.mask_token,
+        checks.rotary_embedding,
+        checks.attention_windows,
+        checks.precision,
+        checks.trained_target,
+        checks.embeddings,
+        checks.logits,
+    )
 
     #: Default decoding options of this drafter, and the report of the last call that used it.
     treespec_config: Any = None
@@ -212,59 +228,20 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
 
         return BaseModelOutput(last_hidden_state=self.decode(block, context, position_ids, attend))
 
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Checks that this drafter can draft for `target`.
-
-        Raises:
-            ValueError: It cannot; the message names the rule, the value and the fix.
-        """
-        config = self.config
-        if getattr(target.config, "is_encoder_decoder", False):
-            raise ValueError("the target is an encoder-decoder; a DFlash drafter needs a decoder-only causal LM.")
-        text: PreTrainedConfig = target.config.get_text_config()
-        if target.get_input_embeddings() is None or target.get_output_embeddings() is None:
-            raise ValueError(
-                f"{type(target).__name__} has no input embedding or no output head for the drafter to borrow; "
-                "load the target with AutoModelForCausalLM."
-            )
-        _require(text.hidden_size, config.hidden_size, "hidden size", "hidden_size")
-        _require(text.hidden_size, config.target_hidden_size, "feature width", "target_hidden_size")
-        fused = len(config.target_layer_ids) * config.target_hidden_size
-        if self.fc.in_features != fused:
-            raise ValueError(
-                f"fc takes {self.fc.in_features} features, but {len(config.target_layer_ids)} feature layers of width "
-                f"{config.target_hidden_size} give {fused}; correct target_layer_ids in the drafter's config.json."
-            )
-        if config.num_target_layers is not None:
-            _require(text.num_hidden_layers, config.num_target_layers, "number of layers", "num_target_layers")
-        outside = [layer for layer in config.target_layer_ids if not 0 <= layer < text.num_hidden_layers]
-        if outside:
-            raise ValueError(
-                f"target_layer_ids {outside} are no decoder layers of the target, which has layers 0 to "
-                f"{text.num_hidden_layers - 1}; correct target_layer_ids in the drafter's config.json."
-            )
-        if config.vocab_size is not None:
-            _require(text.vocab_size, config.vocab_size, "vocabulary size", "vocab_size")
-        rows = target.get_input_embeddings().weight.shape[0]
-        if not 0 <= config.mask_token_id < rows:
-            raise ValueError(
-                f"mask_token_id {config.mask_token_id} is no row of the target's embedding, which has {rows}; correct "
-                "mask_token_id in the drafter's config.json or resize the target's embedding."
-            )
+    @torch.no_grad()
+    def probe(self) -> torch.Tensor:
+        """Hidden states `[1, block_size, H]` of a block over four random features."""
+        config, weight = self.config, self.fc.weight
+        generator = torch.Generator().manual_seed(0)
+        block = torch.randn(1, config.block_size, config.hidden_size, generator=generator).to(weight)
+        features = torch.randn(1, 4, self.fc.in_features, generator=generator).to(weight)
+        return self(block, features).last_hidden_state
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
         """Opens a session for one `generate` call; see `DFlashSession`."""
         from .session import DFlashSession
 
         return DFlashSession(self, target, batch_size, max_length)
-
-
-def _require(found: int, wanted: int, what: str, field: str) -> None:
-    if found != wanted:
-        raise ValueError(
-            f"the target's {what} is {found}, the drafter's {field} is {wanted}; they must be equal. Use the target "
-            "this drafter was trained for."
-        )
 
 
 def block_mask(
