@@ -22,5 +22,5 @@ def find_source(name: str | Path) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is a Hub id `owner/name` and no folder here."""
+    """Whether a model's name is a Hub id `owner/name` rather than a folder."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()

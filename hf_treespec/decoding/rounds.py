@@ -20,6 +20,7 @@ from ..caches import TreeCache, grow_static
 from ..compat import CACHE_KEYWORD
 from ..configuration import TreeSpecConfig
 from ..drafters.base import BlockDrafter, DraftState
+from ..drafters.checks import check_length
 from ..transfer import to_device
 from ..trees import DraftTree
 from . import contexts
@@ -168,6 +169,7 @@ class TreeDecoding:
         text_config = target.config.get_text_config()
         decoder_layers(target)
         max_length = self.rows.stopping.max_length
+        check_length(self.drafter, max_length, config.draft_window)
         cache = self.model_kwargs[CACHE_KEYWORD]
         session = contexts.recall(cache, self.drafter, self.batch_size)
         self.session = session or self.drafter.start(target, self.batch_size, max_length)

@@ -35,6 +35,8 @@ logger = logging.get_logger(__name__)
 _RESIZED = 0.02
 #: A row of an embedding this much smaller than its neighbours' has never been trained.
 _UNTRAINED = 1e-3
+#: Window to suggest to drafters of long contexts: what published ones with windows have.
+_LONGEST_WINDOW = 2048
 #: Relative error of rotary frequencies that float32 arithmetic explains.
 _ROUNDING = 1e-4
 #: Parts of a model's name that say how it is stored, not what it is.
@@ -436,26 +438,26 @@ def describe_windows(windows: list[int | None]) -> str:
     return ", ".join(f"{'all' if window is None else window} ×{count}" for window, count in groups)
 
 
-def check_length(drafter: BlockDrafter, length: int) -> None:
+def check_length(drafter: BlockDrafter, length: int, window: int | None) -> None:
     """Warns, once for a drafter, where a call may go beyond the positions that it was trained at.
 
     Acceptance collapses there, unless every layer looks back no further than a window.
+
+    Args:
+        length: Positions that the call may reach.
+        window: The call's `draft_window`.
     """
     config, weights = drafter.config, drafter.weights
     trained = getattr(config, "max_position_embeddings", None)
-    options = drafter.treespec_config
-    if trained is None or length <= trained or (options is not None and options.draft_window):
+    if window or trained is None or length <= trained or weights in _TOLD_LENGTH:
         return
-    layer_window = getattr(config, "layer_window", None)
-    if layer_window is None or all(layer_window(layer) for layer in range(config.num_hidden_layers)):
-        return
-    if weights in _TOLD_LENGTH:
+    if all(config.layer_window(layer) for layer in range(config.num_hidden_layers)):
         return
     _TOLD_LENGTH.add(weights)
     logger.warning(
         f"This call may reach {length} positions, and the drafter was trained for at most {trained} "
-        "(max_position_embeddings). Beyond them few drafts are accepted: set `draft_window`, such as "
-        f"drafter.with_options(draft_window={min(trained, 2048)})."
+        "(max_position_embeddings). Beyond them few drafts are accepted: limit how far it looks back, such as by "
+        f"drafter.with_options(draft_window={min(trained, _LONGEST_WINDOW)})."
     )
 
 

@@ -114,7 +114,8 @@ def logits_behind_head(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Ten
     generator = torch.Generator().manual_seed(0)
     width = target.config.get_text_config().hidden_size
     hidden = torch.randn(1, _ROWS, width, generator=generator)
-    matrix = nn.Linear(width, _LOGITS, bias=False)
+    # Without an initialisation of its own, which would draw from the generator that sampling draws from.
+    matrix = nn.utils.skip_init(nn.Linear, width, _LOGITS, bias=False)
     matrix.weight.copy_(_SIZE * width**-0.5 * torch.randn(_LOGITS, width, generator=generator))
     view = copy.copy(target)
     view.__dict__["_modules"] = {**target._modules, body: _StandIn(hidden), last: matrix}

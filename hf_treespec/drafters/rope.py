@@ -9,7 +9,7 @@ from typing import Any
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 #: Kinds whose frequencies a drafter can share with its target: they do not follow the length of a forward.
 _FIXED = ("default", "linear", "llama3", "yarn")
-#: Fields of a rotary embedding that no drafter has a use for: its positions are one number, and it rotates whole heads.
+#: Fields that a drafter has no use for: its positions are one number, and it rotates whole heads.
 _OF_THE_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "type")
 
 
@@ -33,8 +33,8 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
             rope[name] = config[name]
     if rope.get("rope_theta") is None:
         raise ValueError(
-            "the drafter's config.json states no rope_theta, at the top level or in rope_parameters, and a guessed base "
-            "would cost acceptance silently. Add the one it was trained with, as a rule its target's."
+            "the drafter's config.json states no rope_theta, at the top level or in rope_parameters, and a guessed "
+            "base would cost acceptance silently. Add the one it was trained with, as a rule its target's."
         )
     if rope["rope_type"] in _WITH_ORIGINAL_LENGTH and rope.get("original_max_position_embeddings") is None:
         length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig
 
+from ...sources import is_hub_id
+from ..rope import rope_for_target
 from .convert_dflash import convert_config, is_zlab
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -48,6 +50,7 @@ class DFlashConfig(PreTrainedConfig):
         target_hidden_size: Width of those outputs; `hidden_size` when None.
         num_target_layers: Decoder layers of the target; None = unknown.
         vocab_size: The target's vocabulary; the drafter itself has none.
+        target_name_or_path: The target it was trained for; None = not recorded.
 
     Raises:
         ValueError: A value contradicts another one.
@@ -80,6 +83,7 @@ class DFlashConfig(PreTrainedConfig):
         target_hidden_size: int | None = None,
         num_target_layers: int | None = None,
         vocab_size: int | None = None,
+        target_name_or_path: str | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
@@ -111,6 +115,7 @@ class DFlashConfig(PreTrainedConfig):
         self.target_hidden_size = target_hidden_size or hidden_size
         self.num_target_layers = num_target_layers
         self.vocab_size = vocab_size
+        self.target_name_or_path = target_name_or_path
         self._validate_fields()
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(
@@ -168,7 +173,6 @@ class DFlashConfig(PreTrainedConfig):
             overrides: Any other field of the configuration.
         """
         text = target_config.get_text_config()
-        rope = getattr(text, "rope_parameters", None) or {}
         fields: dict[str, Any] = {
             "hidden_size": text.hidden_size,
             "intermediate_size": getattr(text, "intermediate_size", None) or 3 * text.hidden_size,
@@ -177,7 +181,7 @@ class DFlashConfig(PreTrainedConfig):
             "head_dim": getattr(text, "head_dim", None),
             "max_position_embeddings": getattr(text, "max_position_embeddings", 32768),
             "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
-            "rope_parameters": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10_000.0))},
+            "rope_parameters": rope_for_target(text),
             "target_hidden_size": text.hidden_size,
             "num_target_layers": text.num_hidden_layers,
             "vocab_size": text.vocab_size,
@@ -185,6 +189,9 @@ class DFlashConfig(PreTrainedConfig):
             "bos_token_id": text.bos_token_id,
             "eos_token_id": text.eos_token_id,
         }
+        name = getattr(target_config, "_name_or_path", None)
+        if name and is_hub_id(name):
+            fields["target_name_or_path"] = name
         return cls(
             num_hidden_layers=num_hidden_layers,
             block_size=block_size,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..rope import read_rope
+
 ARCHITECTURE = "DFlashDraftModel"
 
 _SAME = (
@@ -59,19 +61,18 @@ def convert_config(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: config[name] for name in _SAME if config.get(name) is not None}
     fields |= {name: field(name) for name in ("block_size", "mask_token_id", "target_layer_ids")}
     fields["model_type"] = "treespec_dflash"
-    fields["rope_parameters"] = _rope_parameters(config)
+    # The published code rotates whole heads; a partial_rotary_factor there is the target's, copied with its fields.
+    fields["rope_parameters"] = read_rope(config)
+    fields["rope_parameters"].pop("partial_rotary_factor", None)
     fields["target_hidden_size"] = field("target_hidden_size")
     fields["draft_window"] = field("draft_window")
     fields["is_causal"] = bool(field("causal_head", field("is_causal", False)))
+    if config.get("use_sliding_window") and not fields.get("layer_types"):
+        # As Qwen3's own configuration reads them.
+        first = config.get("max_window_layers", 28)
+        fields["layer_types"] = [
+            "sliding_attention" if layer >= first else "full_attention" for layer in range(config["num_hidden_layers"])
+        ]
     if "sliding_attention" in (fields.get("layer_types") or ()):
         fields["sliding_window"] = field("sliding_window")
     return fields
-
-
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError("rope_parameters differ between layer types; a DFlash drafter has one rotary embedding.")
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
-    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    return rope
