@@ -1,4 +1,4 @@
-"""The command line: `hf-treespec demo`, `generate`, `verify`, `bench`, `calibrate`, `distribution`, `train`."""
+"""The command line: `hf-treespec` and its commands."""
 
 from __future__ import annotations
 
@@ -530,6 +530,34 @@ def distribution(
         )
     except (ImportError, OSError, ValueError) as error:
         raise _fail(error) from None
+
+
+@app.command()
+def inspect(
+    drafter: DrafterArgument,
+    target: Annotated[
+        str | None, typer.Option(help="Target to hold it to: Hub id, path, or `embedded`; only its config is read.")
+    ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Load the target's weights too, for the checks that need them.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="File to write the findings to.")] = None,
+) -> None:
+    """Show what a drafter is, and whether it fits a target.
+
+    Exits with 1 if it does not load or does not fit.
+    """
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from .evaluation.inspection import run_inspect
+
+    disable_progress_bar()
+    try:
+        fits = run_inspect(Console(soft_wrap=True), drafter, target, weights=weights, json_path=json)
+    except (OSError, ValueError) as error:
+        raise _fail(error) from None
+    raise typer.Exit(0 if fits else 1)
 
 
 def _split(values: list[str] | None) -> list[str]:

@@ -13,6 +13,21 @@ from ..drafters.base import BlockDrafter
 _FOLDER = Path(__file__).parent
 
 
+def path(name: str) -> Path:
+    """Folder of an embedded model: `"target"`, or a drafter family.
+
+    Raises:
+        FileNotFoundError: The installation lacks it.
+    """
+    folder = _FOLDER / name
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"The embedded model `{name}` is not in this installation (no weights in {folder}). Reinstall "
+            "hf-treespec from a wheel or a complete checkout, or train the pair with examples/train_embedded.py."
+        )
+    return folder
+
+
 def load(
     dtype: torch.dtype | None = None, device: torch.device | str | None = None, *, family: str = "dflash"
 ) -> tuple[PreTrainedModel, BlockDrafter, PreTrainedTokenizerBase]:
@@ -26,13 +41,7 @@ def load(
     Raises:
         FileNotFoundError: The installation lacks the files.
     """
-    paths = [_FOLDER / "target", _FOLDER / family]
-    for path in paths:
-        if not (path / "model.safetensors").is_file():
-            raise FileNotFoundError(
-                f"The embedded model `{path.name}` is not in this installation (no weights in {path}). Reinstall "
-                "hf-treespec from a wheel or a complete checkout, or train the pair with examples/train_embedded.py."
-            )
+    paths = [path("target"), path(family)]
     options = {"dtype": dtype or torch.float32, "local_files_only": True}
     target = AutoModelForCausalLM.from_pretrained(paths[0], **options).to(device or "cpu")
     drafter = AutoDrafter.from_pretrained(paths[1], **options).to(device or "cpu")

@@ -1,4 +1,4 @@
-"""Each way in which a pair loses acceptance silently is told when the drafter is attached; a right pair is left alone."""
+"""Each way in which a pair loses acceptance silently is told at attach; a right pair is left alone."""
 
 from __future__ import annotations
 
