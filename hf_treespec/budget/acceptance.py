@@ -46,6 +46,7 @@ class CalibratedAcceptance:
         self._surprise = [0.0, 0.0]  # sum of the recent rounds' errors, and of their squares
         self._unsettled = 0
         self._bins = [[0.0, 0.0, 0.0] for _ in range(_BINS)]
+        self._foreseen = [0.0, 0.0]  # expected and accepted nodes a row, the roots included
         self._moments = [0.0] * 6  # count, Σx, Σy, Σx², Σy², Σxy of promised and accepted nodes a row
 
     @property
@@ -82,7 +83,10 @@ class CalibratedAcceptance:
             return
         factors = self.factors()
         factors += factors[-1:] * (len(promised) - len(factors))
-        error = sum(a - p * factor for p, a, factor in zip(promised, accepted, factors, strict=False))
+        expected = sum(p * factor for p, factor in zip(promised, factors, strict=False))
+        error = sum(accepted) - expected
+        for index, nodes in enumerate((expected, sum(accepted))):
+            self._foreseen[index] = self._kept * self._foreseen[index] + nodes / promised[0]
         self._add(self._sums, self._kept, promised, accepted)
         self._add(self._recent, self._kept_recent, promised, accepted)
         kept = self._kept_recent
@@ -98,6 +102,11 @@ class CalibratedAcceptance:
     def reliability(self) -> list[ReliabilityBin]:
         """How often walks reached a depth, by the probability promised for it; bins without any are left out."""
         return [ReliabilityBin(p / count, a / count, count) for p, a, count in self._bins if count]
+
+    def foresight(self) -> float:
+        """Accepted nodes over those expected with what was known before each round; NaN without any round."""
+        expected, accepted = self._foreseen
+        return accepted / expected if expected else math.nan
 
     def correlation(self) -> float:
         """Pearson's r of the surrogate Â and the accepted length, over drafted rounds; NaN without spread."""

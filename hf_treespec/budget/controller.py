@@ -242,8 +242,11 @@ class BudgetController(BudgetPolicy):
             }
         bins = self.acceptance.reliability()
         summary["reliability"] = [[item.promised, item.accepted, item.count] for item in bins]
-        correlation = self.acceptance.correlation()
-        summary["correlation"] = None if math.isnan(correlation) else correlation
+        figures = {
+            "correlation": self.acceptance.correlation(),
+            "accepted_over_expected": self.acceptance.foresight(),
+        }
+        summary |= {name: None if math.isnan(value) else value for name, value in figures.items()}
         return summary
 
     @classmethod

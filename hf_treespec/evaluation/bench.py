@@ -66,11 +66,15 @@ def run_bench(
         task = progress.add_task("warming up", total=benchmark.steps)
         benchmark.run(lambda section: progress.update(task, advance=1, description=section))
     report = as_json(benchmark, **(described or {}))
+    knowledge = last_knowledge(benchmark)
+    report["surrogate"] = {name: knowledge.get(name) for name in ("accepted_over_expected", "correlation")}
     for section in report["datasets"]:
         console.print(section_table(console, f"{section['dataset']}, {section['prompts']} prompts", section))
     for section in report["batches"]:
         console.print(section_table(console, f"batch {section['batch']}, {section['prompts']} batches", section))
     console.print(_legend(settings), style="dim", highlight=False)
+    if knowledge.get("correlation") is not None:
+        console.print(_foresight(**report["surrogate"]), style="dim", highlight=False)
     if benchmark.partial:
         console.print("Interrupted: only what had been measured is shown.", style="bold yellow")
     same = identical(report, benchmark.arms)
@@ -81,7 +85,6 @@ def run_bench(
     if csv_path is not None:
         append_csv(report, csv_path)
     if plots is not None:
-        knowledge = last_knowledge(benchmark)
         write_plots(
             report,
             plots,
@@ -113,6 +116,13 @@ def last_knowledge(benchmark: Benchmark) -> dict[str, Any]:
             if reports:
                 return reports[-1].budget
     return {}
+
+
+def _foresight(accepted_over_expected: float, correlation: float) -> str:
+    return (
+        f"`auto` committed {accepted_over_expected:.0%} of the tokens that it expected of its drafted rounds; "
+        f"expected and committed tokens of a round correlate by {correlation:.2f}."
+    )
 
 
 def _legend(settings: Settings) -> str:

@@ -84,6 +84,15 @@ def test_reliability_and_correlation() -> None:
         assert item.accepted == pytest.approx(item.promised, abs=4 * (0.25 / item.count) ** 0.5 + 0.02)
 
 
+def test_what_is_expected_comes() -> None:
+    acceptance = CalibratedAcceptance()
+    assert math.isnan(acceptance.foresight())
+    feed(acceptance, [0.5, 0.4], 20)
+    assert acceptance.foresight() < 0.95  # promises were believed at first
+    feed(acceptance, [0.5, 0.4], 600)
+    assert acceptance.foresight() == pytest.approx(1.0, abs=0.05)
+
+
 def test_a_fixed_budget_is_fixed() -> None:
     policy = FixedBudget(8)
     assert (policy.should_draft(), policy.largest(), policy.limit, policy.reason) == (True, 8, 8, "fixed")

@@ -380,6 +380,7 @@ def test_a_summary_says_what_is_known() -> None:
     assert summary["verify_ms"]["16"] == pytest.approx(curve[15], rel=0.02)
     assert summary["draft_ms"] == pytest.approx(1.5, rel=0.1)
     assert -1 <= summary["correlation"] <= 1
+    assert summary["accepted_over_expected"] == pytest.approx(1.0, abs=0.1)
     assert all(0 <= promised <= 1 and count > 0 for promised, _, count in summary["reliability"])
 
 
