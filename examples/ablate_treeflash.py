@@ -46,7 +46,13 @@ FIGURES = {"tau_chain": "chain", "tau_tree_16": "tree of 16", "tau_tree_64": "tr
 
 
 def train(
-    name: str, target: PreTrainedModel, base: Any, written: np.ndarray, held_out: np.ndarray, work: Path, steps: int
+    name: str,
+    target: PreTrainedModel,
+    base: Any,
+    written: np.ndarray,
+    held_out: np.ndarray,
+    work: Path,
+    run: dict[str, int],
 ) -> dict[str, float]:
     """Trains one variant, or reads what it came to."""
     folder = work / name.replace(" ", "-")
@@ -64,10 +70,10 @@ def train(
             temperature=TEMPERATURE,
             prompt_length=PROMPT_LENGTH,
             tree_nodes=TREE_NODES,
-            max_steps=steps,
             optimizer="muon",
-            save_steps=steps,
+            save_steps=run["max_steps"],
             seed=SEED,
+            **run,
             **options,
         )
         done.write_text(json.dumps({name.removeprefix("eval_"): value for name, value in metrics.items()}))
@@ -82,9 +88,12 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, required=True, help="what it wrote to measure on")
     parser.add_argument("--held-out-sequences", type=int, default=32)
     parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a step")
+    parser.add_argument("--anchors", type=int, default=48, help="blocks drawn from a sequence")
     arguments = parser.parse_args()
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
+    run = {"max_steps": arguments.steps, "batch_size": arguments.batch, "anchors": arguments.anchors}
     written = load_continuations(arguments.continuations)
     held_out = load_continuations(arguments.held_out)[: arguments.held_out_sequences]
     sequences = torch.from_numpy(held_out.astype(np.int64))
@@ -97,7 +106,7 @@ def main() -> None:
     for name in VARIANTS:
         # The backbone may be trained, so that every variant gets its own.
         _, base, _ = embedded.load(torch.float32, family="dflash")
-        rows[name] = train(name, target, base, written, held_out, work, arguments.steps)
+        rows[name] = train(name, target, base, written, held_out, work, run)
     _, trained, _ = embedded.load(torch.float32, family="treeflash")
 
     def walked(**options: float) -> dict[str, float]:
@@ -113,8 +122,8 @@ def main() -> None:
     trained.config.dead_end_discount = 0.5
     rows[f"{PARENTS[1]} parents, dead ends going on at half"] = walked()
 
-    (work / "ablation.json").write_text(json.dumps({"steps": arguments.steps, "rows": rows}, indent=2))
-    table = Table(title=f"{arguments.steps} steps each", title_justify="left")
+    (work / "ablation.json").write_text(json.dumps({**run, "rows": rows}, indent=2))
+    table = Table(title=f"{arguments.steps} steps of {arguments.batch} sequences each", title_justify="left")
     table.add_column("")
     lines = ["| | " + " | ".join(FIGURES.values()) + " |", "| --- |" + " --- |" * len(FIGURES)]
     for title in FIGURES.values():
