@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import sha
 
-_SHA256 = re.compile("[0-9a-f]{64}")
+_SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 
 
 class ModelFiles:
@@ -117,19 +117,22 @@ class ModelFiles:
         return path
 
     def _verify(self, path: Path, name: str, before: Path | object | None) -> None:
-        """Compares a new LFS file with its name in the cache, which is its SHA-256; the Hub's client does not."""
+        """Compares a new file with its name in the cache, which is its hash; the Hub's client compares lengths."""
         if path == before or not path.is_symlink():
             return
         blob = path.parent / path.readlink()
-        if not _SHA256.fullmatch(blob.name):
+        if _SHA256.fullmatch(blob.name):
+            with blob.open("rb") as content:
+                arrived = sha.sha_fileobj(content).hex()
+        elif _GIT.fullmatch(blob.name):
+            arrived = sha.git_hash(blob.read_bytes())
+        else:
             return
-        with blob.open("rb") as content:
-            arrived = sha.sha_fileobj(content).hex()
         if arrived != blob.name:
             path.unlink()
             blob.unlink()
             raise OSError(
-                f"{name} of {self.source} arrived damaged: its SHA-256 is {arrived}, the repository's {blob.name}. It "
+                f"{name} of {self.source} arrived damaged: its hash is {arrived}, the repository's {blob.name}. It "
                 "has been removed from the cache; load again."
             )
 

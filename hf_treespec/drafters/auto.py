@@ -138,6 +138,8 @@ class AutoDrafter:
 def drafting_device(target: PreTrainedModel) -> torch.device:
     """The device that a target's head computes on, where its drafter is nearest to what it borrows."""
     head = target.get_output_embeddings()
+    if head is None:
+        return target.device
     hook = getattr(head, "_hf_hook", None)  # of accelerate, where weights are dispatched or offloaded
     device = getattr(hook, "execution_device", None)
     return torch.device(device) if device is not None else next(head.parameters()).device

@@ -93,8 +93,11 @@ class Repository:
     granted: set[str] = field(default_factory=set)
 
     def commit(self, files: Mapping[str, bytes], *, branch: str = "main", deleted: tuple[str, ...] = ()) -> str:
-        """Adds a commit on a branch; returns its id. A name in `deleted` that ends with `/` is a folder."""
-        parent = self.refs.get(branch, "")
+        """Adds a commit on a branch, a new one going off from main; returns its id.
+
+        A name in `deleted` that ends with `/` is a folder.
+        """
+        parent = self.refs.get(branch, self.refs.get("main", ""))
         tree = dict(self.commits.get(parent, {}))
         for name in deleted:
             for path in [path for path in tree if path == name or (name.endswith("/") and path.startswith(name))]:
