@@ -13,10 +13,14 @@ from typing import Any, Protocol, cast
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..sources import ModelFiles, find_source
 from .base import BlockDrafter
 from .checkpoint import Checkpoint
+from .pairs import find_pair
+
+logger = logging.get_logger(__name__)
 
 
 class DrafterFamily(Protocol):
@@ -133,6 +137,25 @@ class AutoDrafter:
             if kwargs.get("device_map") is None:
                 drafter.to(drafting_device(target))
         return drafter
+
+    @classmethod
+    def for_target(
+        cls, target: PreTrainedModel | str | Path, *, dialect: str | None = None, **kwargs: Any
+    ) -> BlockDrafter:
+        """Loads the published drafter of a target; which one, `hf_treespec.drafters.pairs` knows.
+
+        Args:
+            target: A loaded model, whose fit is then checked at once, or its Hub id or folder.
+            dialect: Which of several drafters, such as `"treeflash"`.
+            kwargs: Passed on to `from_pretrained`.
+
+        Raises:
+            ValueError: No drafter is known for it; the message has near matches and how to train one.
+        """
+        pair = find_pair(target, dialect)
+        logger.info(f"{pair.drafter} drafts for {', '.join(pair.targets)} ({pair.source}).")
+        loaded = target if isinstance(target, PreTrainedModel) else None
+        return cls.from_pretrained(pair.drafter, target=loaded, **kwargs)
 
 
 def drafting_device(target: PreTrainedModel) -> torch.device:
