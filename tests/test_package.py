@@ -21,6 +21,7 @@ RANKS = {
     "configuration": 0,
     "compat": 0,
     "transfer": 0,
+    "resources": 0,
     "sources": 0,
     "trees": 1,
     "budget": 2,

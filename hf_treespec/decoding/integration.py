@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..attention import interface
 from ..caches import UnsupportedCacheError
-from ..drafters.auto import AutoDrafter, find_family
+from ..drafters.auto import AutoDrafter, drafting_device, find_family
 from ..drafters.base import BlockDrafter
 from .report import GenerationReport
 from .rounds import TreeDecoding
@@ -158,7 +158,7 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
                 assistant_model = AutoDrafter.from_pretrained(assistant_model)
         if not isinstance(assistant_model, BlockDrafter):
             return original(model, assistant_model, assistant_tokenizer)
-        return assistant_model.to(device=model.device), None
+        return assistant_model.to(device=drafting_device(model)), None
 
     return load_assistant_model
 

@@ -6,17 +6,21 @@ A family is a subpackage of `hf_treespec.drafters` that calls `register` when it
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from transformers import PreTrainedConfig
-from transformers.utils import cached_file
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from ..sources import find_source
+from ..sources import ModelFiles, find_source
 from .base import BlockDrafter
+from .checkpoint import Checkpoint
+from .pairs import find_pair
+
+logger = logging.get_logger(__name__)
 
 
 class DrafterFamily(Protocol):
@@ -53,46 +57,116 @@ def find_family(config: Mapping[str, Any], tensor_names: frozenset[str] = frozen
     return None
 
 
-def read_tensor_names(id_or_path: str, **hub_kwargs: Any) -> frozenset[str]:
-    """Names of a checkpoint's safetensors tensors; empty where it has none."""
-    optional = {**hub_kwargs, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(id_or_path, "model.safetensors.index.json", **optional)
-    if index is not None:
-        return frozenset(json.loads(Path(index).read_text())["weight_map"])
-    weights = cached_file(id_or_path, "model.safetensors", **optional)
-    if weights is None:
-        return frozenset()
-    from safetensors import safe_open
-
-    with safe_open(weights, framework="pt") as tensors:
-        return frozenset(tensors.keys())
-
-
 class AutoDrafter:
     """Loads a drafter of whichever family it belongs to."""
 
     @classmethod
-    def from_pretrained(cls, id_or_path: str | Path, **kwargs: Any) -> BlockDrafter:
-        """Loads a drafter from a folder or the Hub; remote code is never run.
+    def from_pretrained(
+        cls,
+        id_or_path: str | Path,
+        target: PreTrainedModel | None = None,
+        *,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        **kwargs: Any,
+    ) -> BlockDrafter:
+        """Loads a drafter from a folder or the Hub.
+
+        Not the same as `AutoModel`, which knows only this package's own format: of a checkpoint in another dialect it
+        may make a model of random weights without an error.
+
+        Code in a repository is never run and pickled weights are never opened; see `hf_treespec.drafters.checkpoint`
+        for what else is checked before anything is built. All files come from one commit. Once they are in the cache,
+        the Hub is asked only what commit a branch stands for, and nothing if `revision` is a commit.
 
         Args:
-            kwargs: Passed on to the family's `from_pretrained`.
+            id_or_path: Folder or Hub id.
+            target: The model to draft for. With it the pair is checked at once, and the drafter put on the device of
+                the target's head unless `device_map` says where.
+            subfolder: Folder within the repository.
+            revision: Branch, tag or commit.
+            cache_dir: Folder of the cache.
+            token: Who asks the Hub; by default who is logged in, False = nobody.
+            local_files_only: Whether to take files from the cache only.
+            force_download: Whether to download what is in the cache already.
+            kwargs: Passed on to the family's `from_pretrained`: `dtype`, `device_map` and more. By default the
+                drafter keeps the dtype of its checkpoint, whatever the target's: float16 may overflow in it.
 
         Raises:
-            FileNotFoundError: It is a path, and there is nothing.
-            ValueError: No family recognises the checkpoint.
+            FileNotFoundError: There is no such folder, or no model in it; or it is not in the cache and the Hub
+                cannot be asked (huggingface_hub's `LocalEntryNotFoundError`).
+            HfHubHTTPError: The Hub refuses: `GatedRepoError`, `RepositoryNotFoundError`, `RevisionNotFoundError`.
+            CheckpointError: The checkpoint is malformed, or not one that may be opened.
+            ValueError: No family recognises it, or it does not fit the target.
         """
+        if kwargs.pop("trust_remote_code", None):
+            raise ValueError(
+                "trust_remote_code=True was passed, but AutoDrafter runs no code from a repository: each dialect it "
+                f"loads is implemented in this package ({_known_families()}). Leave it out."
+            )
         source = find_source(id_or_path)
-        names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        hub_kwargs = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        config, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
+        files = ModelFiles(
+            source,
+            subfolder=subfolder,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        checkpoint = Checkpoint(files)
         # The configuration alone rules most repositories out, so that weights are fetched only for a likely drafter.
-        family = find_family(config)
+        family = find_family(checkpoint.config)
         if family is not None:
-            family = find_family(config, read_tensor_names(source, **hub_kwargs))
+            checkpoint.read_shapes()
+            family = find_family(checkpoint.config, frozenset(checkpoint.shapes))
         if family is None:
             raise ValueError(
-                f"{source} is no drafter this package knows: model_type {config.get('model_type')!r}, architectures "
-                f"{config.get('architectures')}. Known families: {[known.__name__ for known in families()]}."
+                f"{checkpoint} is no drafter this package knows: model_type {checkpoint.config.get('model_type')!r}, "
+                f"architectures {checkpoint.config.get('architectures')}. Known families: {_known_families()}."
             )
-        return cast(BlockDrafter, family.from_pretrained(source, **kwargs))
+        checkpoint.check_family(family)
+        drafter = cast(BlockDrafter, family.from_pretrained(files.folder, use_safetensors=True, **kwargs))
+        drafter.config.name_or_path = drafter.name_or_path = source
+        if target is not None:
+            drafter.check_target(target)
+            if kwargs.get("device_map") is None:
+                drafter.to(drafting_device(target))
+        return drafter
+
+    @classmethod
+    def for_target(
+        cls, target: PreTrainedModel | str | Path, *, dialect: str | None = None, **kwargs: Any
+    ) -> BlockDrafter:
+        """Loads the published drafter of a target; which one, `hf_treespec.drafters.pairs` knows.
+
+        Args:
+            target: A loaded model, whose fit is then checked at once, or its Hub id or folder.
+            dialect: Which of several drafters, such as `"treeflash"`.
+            kwargs: Passed on to `from_pretrained`.
+
+        Raises:
+            ValueError: No drafter is known for it; the message has near matches and how to train one.
+        """
+        pair = find_pair(target, dialect)
+        logger.info(f"{pair.drafter} drafts for {', '.join(pair.targets)} ({pair.source}).")
+        loaded = target if isinstance(target, PreTrainedModel) else None
+        return cls.from_pretrained(pair.drafter, target=loaded, **kwargs)
+
+
+def drafting_device(target: PreTrainedModel) -> torch.device:
+    """The device that a target's head computes on, where its drafter is nearest to what it borrows."""
+    head = target.get_output_embeddings()
+    if head is None:
+        return target.device
+    hook = getattr(head, "_hf_hook", None)  # of accelerate, where weights are dispatched or offloaded
+    device = getattr(hook, "execution_device", None)
+    return torch.device(device) if device is not None else next(head.parameters()).device
+
+
+def _known_families() -> str:
+    return ", ".join(family.__name__ for family in families())

@@ -42,7 +42,7 @@ def load(
         FileNotFoundError: The installation lacks the files.
     """
     paths = [path("target"), path(family)]
-    options = {"dtype": dtype or torch.float32, "local_files_only": True}
-    target = AutoModelForCausalLM.from_pretrained(paths[0], **options).to(device or "cpu")
-    drafter = AutoDrafter.from_pretrained(paths[1], **options).to(device or "cpu")
+    dtype, device = dtype or torch.float32, device or "cpu"
+    target = AutoModelForCausalLM.from_pretrained(paths[0], dtype=dtype, local_files_only=True).to(device)
+    drafter = AutoDrafter.from_pretrained(paths[1], dtype=dtype, local_files_only=True).to(device)
     return target, drafter, AutoTokenizer.from_pretrained(paths[0], local_files_only=True)

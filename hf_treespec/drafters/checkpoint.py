@@ -1,0 +1,212 @@
+"""What a checkpoint holds, read and checked before anything is built from it.
+
+Files from the Hub are a stranger's. The idea here: a checkpoint may ask for no more than it carries. Weights are
+safetensors, which cannot execute anything; the index names files beside it and nothing else; the sizes that
+config.json asks for are held against the shapes in the files' headers, so that no number in it makes the loader
+allocate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..sources import ModelFiles
+
+#: Bytes of config.json or an index; those of published drafters take a few thousand.
+_LARGEST_JSON = 16 * 2**20
+_SHARD_NAME = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+#: Fields that a layer stack grows with: at most one a tensor.
+_COUNTS = ("num_hidden_layers",)
+#: Fields that are, or divide, the dimension of some tensor.
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "target_hidden_size",
+)
+#: Fields that only bound what is computed; far beyond any drafter's.
+_LIMITS = {"block_size": 4096, "vocab_size": 2**24, "draft_vocab_size": 2**24}
+#: Fields under which transformers takes a repository's name and runs the code in it.
+_CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is malformed, or asks for something that no drafter's does."""
+
+
+class Checkpoint:
+    """A drafter's files, checked.
+
+    Attributes:
+        config: Its config.json.
+        shapes: Shape of each tensor; empty before `read_shapes`.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        self.files = files
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        path = files.find("config.json")
+        if path is None:
+            raise FileNotFoundError(f"{self} has no config.json. Is it a model, and is it not in a subfolder?")
+        self.config = self._read_json(path)
+        self._check_config()
+
+    def __str__(self) -> str:
+        return f"{self.files.source}{f'/{self.files.subfolder}' if self.files.subfolder else ''}"
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self}: {what}")
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        size = path.stat().st_size
+        if size > _LARGEST_JSON:
+            raise self._error(f"{path.name} has {size:,} bytes; more than {_LARGEST_JSON:,} are not read.")
+        return self._parse(path.read_bytes(), path.name)
+
+    def _parse(self, text: bytes, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"{name} is no sound JSON: {error}.") from error
+        if not isinstance(value, dict):
+            raise self._error(f"{name} holds a {type(value).__name__} instead of an object.")
+        return value
+
+    def _check_config(self) -> None:
+        architectures = self.config.get("architectures")
+        if architectures is not None and not _all_strings(architectures):
+            raise self._error(f"architectures is {architectures!r} instead of a list of names.")
+        for path, value in _fields(self.config):
+            name = path.rpartition(".")[2]
+            if name in _CODE and "/" in str(value):
+                raise self._error(f"{path} is {value!r}, which would run the code of that repository. Remove it.")
+            known = name in (*_COUNTS, *_WIDTHS, *_LIMITS)
+            if known and value is not None and (type(value) is not int or value < 1):
+                raise self._error(f"{path} is {value!r} instead of a positive whole number.")
+            if known and value is not None and value > _LIMITS.get(name, value):
+                raise self._error(f"{path} is {value:,}; at most {_LIMITS[name]:,} makes sense.")
+
+    def read_shapes(self) -> None:
+        """Reads the shapes of all tensors from the files' headers, after downloading them if need be.
+
+        Raises:
+            CheckpointError: Files are malformed or weights are pickled.
+            FileNotFoundError: There are no weights.
+        """
+        path = self.files.find(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+        if path is None:
+            raise self._without_weights()
+        if path.name == SAFE_WEIGHTS_NAME:
+            self.shapes = self._read_header(path)
+        else:
+            self._read_shards(self._read_json(path).get("weight_map"))
+        self._check_sizes()
+
+    def _without_weights(self) -> Exception:
+        pickle = self.files.find(*_PICKLES)
+        if pickle is None:
+            return FileNotFoundError(f"{self} has no weights (neither {SAFE_WEIGHTS_NAME} nor its index).")
+        return self._error(
+            f"its weights are pickled ({pickle.name}); unpickling runs whatever code is in the file, so it has not "
+            "been opened. Use a revision with safetensors, or convert it where you trust it: load it there and call "
+            "`save_pretrained`."
+        )
+
+    def _read_shards(self, weight_map: Any) -> None:
+        if not isinstance(weight_map, dict) or not weight_map or not _all_strings([*weight_map.values()]):
+            raise self._error(f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map from tensors to files.")
+        for name in sorted(set(weight_map.values())):
+            if not _SHARD_NAME.fullmatch(name):
+                raise self._error(
+                    f"{SAFE_WEIGHTS_INDEX_NAME} names the file {name!r}; a shard is a *.safetensors file beside it."
+                )
+            path = self.files.find(name)
+            if path is None:
+                raise self._error(f"the file {name!r} that {SAFE_WEIGHTS_INDEX_NAME} names is not there.")
+            shapes = self._read_header(path)
+            twice = sorted(shapes.keys() & self.shapes.keys())
+            if twice:
+                raise self._error(f"tensors are in several files: {', '.join(twice)}.")
+            absent = sorted(tensor for tensor, file in weight_map.items() if file == name and tensor not in shapes)
+            if absent:
+                raise self._error(f"{name} lacks tensors that the index places there: {', '.join(absent)}.")
+            self.shapes |= shapes
+
+    def _read_header(self, path: Path) -> dict[str, tuple[int, ...]]:
+        try:
+            # Bounds the header's size, and holds its shapes and offsets against the file's length.
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise self._error(f"{path.name} is no sound safetensors file: {error}.") from error
+        with path.open("rb") as file:
+            header = self._parse(file.read(int.from_bytes(file.read(8), "little")), f"the header of {path.name}")
+        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+
+    def _check_sizes(self) -> None:
+        """Holds each size of the configuration against what the files hold."""
+        widest = max((max(shape, default=1) for shape in self.shapes.values()), default=0)
+        for path, value in _fields(self.config):
+            name = path.rpartition(".")[2]
+            if value is None:
+                continue
+            if name in _COUNTS and value > len(self.shapes):
+                raise self._error(f"{path} is {value:,}, but its files hold {len(self.shapes)} tensors.")
+            if name in _WIDTHS and value > widest:
+                raise self._error(f"{path} is {value:,}, but no tensor in its files is wider than {widest:,}.")
+
+    def check_family(self, family: type[PreTrainedModel]) -> None:
+        """Builds the drafter that the configuration describes without memory for its weights, and counts them.
+
+        Raises:
+            CheckpointError: It cannot be built, or has more than twice the elements that the files hold.
+        """
+        try:
+            config = family.config_class.from_pretrained(str(self.files.folder))
+            with torch.device("meta"):
+                wanted = sum(parameter.numel() for parameter in family(config).parameters())
+        except Exception as error:
+            raise self._error(f"config.json describes no {family.__name__} that can be built: {error}") from error
+        held = sum(math.prod(shape) for shape in self.shapes.values())
+        if wanted > 2 * held:
+            raise self._error(f"config.json describes {wanted:,} parameters, but its files hold {held:,}.")
+
+
+def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every field of a configuration and of the configurations in it, by its dotted path."""
+    waiting = [("", config)]
+    while waiting:
+        prefix, fields = waiting.pop()
+        for name, value in fields.items():
+            yield prefix + name, value
+            if isinstance(value, Mapping):
+                waiting.append((f"{prefix}{name}.", value))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        twice = sorted({name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1})
+        raise ValueError(f"{', '.join(twice)} stand there twice")
+    return value
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
+def _all_strings(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
