@@ -39,6 +39,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub
         }.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", running.endpoint)
+        # A client that transformers makes once, for the Hub that it finds then.
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
         huggingface_hub.close_session()
