@@ -6,17 +6,16 @@ A family is a subpackage of `hf_treespec.drafters` that calls `register` when it
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from transformers import PreTrainedConfig
-from transformers.utils import cached_file
 
 from ..sources import find_source
 from .base import BlockDrafter
+from .tensor_names import read_tensor_names
 
 
 class DrafterFamily(Protocol):
@@ -51,21 +50,6 @@ def find_family(config: Mapping[str, Any], tensor_names: frozenset[str] = frozen
         if cast(DrafterFamily, family).recognises(dict(config), tensor_names):
             return family
     return None
-
-
-def read_tensor_names(id_or_path: str, **hub_kwargs: Any) -> frozenset[str]:
-    """Names of a checkpoint's safetensors tensors; empty where it has none."""
-    optional = {**hub_kwargs, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(id_or_path, "model.safetensors.index.json", **optional)
-    if index is not None:
-        return frozenset(json.loads(Path(index).read_text())["weight_map"])
-    weights = cached_file(id_or_path, "model.safetensors", **optional)
-    if weights is None:
-        return frozenset()
-    from safetensors import safe_open
-
-    with safe_open(weights, framework="pt") as tensors:
-        return frozenset(tensors.keys())
 
 
 class AutoDrafter:

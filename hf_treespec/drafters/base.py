@@ -115,6 +115,14 @@ class TargetModules:
         logits: torch.Tensor = _alive(self._lm_head)(hidden)
         return self.scaled(logits.float()[..., : self.vocab_size])
 
+    def tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """Token ids of columns of `logits`, long `[...]`: the same, as the target's head has a column a token."""
+        return columns
+
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        """The target's logits `[..., V]` of the tokens that `logits` has columns of, in their order: all."""
+        return logits
+
     @property
     def selects(self) -> bool:
         """Whether `logits_of` works: the head is a plain matrix, with nothing wrapped round it."""
