@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from ..sources import find_source
 from .base import BlockDrafter
-from .tensor_names import read_tensor_names
+from .tensor_names import HUB_ARGUMENTS, read_tensor_names
 
 
 class DrafterFamily(Protocol):
@@ -67,14 +67,17 @@ class AutoDrafter:
             ValueError: No family recognises the checkpoint.
         """
         source = find_source(id_or_path)
-        names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        hub_kwargs = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
         config, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
         # The configuration alone rules most repositories out, so that weights are fetched only for a likely drafter.
         family = find_family(config)
         if family is not None:
             family = find_family(config, read_tensor_names(source, **hub_kwargs))
         if family is None:
+            for known in families():
+                reason = known.refusal(config)
+                if reason is not None:
+                    raise ValueError(f"{source}: {reason}")
             raise ValueError(
                 f"{source} is no drafter this package knows: model_type {config.get('model_type')!r}, architectures "
                 f"{config.get('architectures')}. Known families: {[known.__name__ for known in families()]}."

@@ -52,6 +52,23 @@ class DraftVocabulary(TargetModules):
         """Token ids of columns of `logits`, long `[...]`."""
         return columns if self.target_ids is None else self.target_ids.to(columns.device)[columns]
 
+    def columns(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns of `logits` of token ids, long `[...]`, and whether they have one (bool); 0 where not."""
+        if self.target_ids is None:
+            return super().columns(tokens)
+        ids, order = self.target_ids.to(tokens.device).sort()
+        places = torch.searchsorted(ids, tokens).clamp_(max=len(ids) - 1)
+        known = ids[places] == tokens
+        return torch.where(known, order[places], 0), known
+
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         """The target's logits `[..., V]` of the tokens that `logits` has columns of, in their order."""
         return logits if self.target_ids is None else logits[..., self.target_ids.to(logits.device)]
+
+    def spread(self, values: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Values of the columns of `logits` at their tokens, `[..., vocab_size]`; 0 for tokens that have none."""
+        if self.target_ids is None:
+            return values
+        whole = values.new_zeros(*values.shape[:-1], vocab_size)
+        whole[..., self.target_ids.to(values.device)] = values
+        return whole

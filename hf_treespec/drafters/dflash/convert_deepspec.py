@@ -20,9 +20,15 @@ def is_deepspec(config: Mapping[str, Any]) -> bool:
     return ARCHITECTURE in (config.get("architectures") or ())
 
 
-def has_markov_head(config: Mapping[str, Any]) -> bool:
-    """Whether the drafter is a DSpark one, whose rows know the tokens before them or how sure they are."""
-    return bool(config.get("markov_rank")) or bool(config.get("enable_confidence_head"))
+def refusal(config: Mapping[str, Any]) -> str | None:
+    """Why a drafter with a Markov or a confidence head (DSpark), of DeepSpec or speculators, is refused; else None."""
+    found = {name: config.get(name) for name in ("markov_rank", "enable_confidence_head") if config.get(name)}
+    if not found or not (is_deepspec(config) or config.get("speculators_model_type") == "dspark"):
+        return None
+    return (
+        f"this is a DSpark drafter ({found}), whose Markov and confidence heads are not supported. DFlash drafters of "
+        "the same sources have neither."
+    )
 
 
 def convert_config(config: Mapping[str, Any], tensor_names: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -32,12 +38,9 @@ def convert_config(config: Mapping[str, Any], tensor_names: frozenset[str] = fro
         ValueError: A field without which no drafter can be built is absent, or it has a Markov or confidence head.
     """
     refuse_tensors(tensor_names)
-    if has_markov_head(config):
-        raise ValueError(
-            f"this is a DSpark drafter (markov_rank {config.get('markov_rank')}, enable_confidence_head "
-            f"{config.get('enable_confidence_head')}), whose Markov and confidence heads are not supported. DFlash "
-            "drafters of the same source have rank 0 and no confidence head."
-        )
+    reason = refusal(config)
+    if reason is not None:
+        raise ValueError(reason)
     fields = convert_zlab(config, tensor_names)
     fields["is_causal"] = False
     fields["sample_from_anchor"] = True

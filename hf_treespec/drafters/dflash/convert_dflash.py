@@ -1,7 +1,8 @@
 """Turns the configuration of a z-lab DFlash checkpoint into this package's fields.
 
-JetSpec's checkpoints are of this dialect, with `causal_head` for a block that attends causally. Two generations of the format exist: `block_size` at the top
-level or inside `dflash_config`, and `rope_theta` with `rope_scaling` or one `rope_parameters`.
+JetSpec's checkpoints are of this dialect, with `causal_head` for a block that attends causally. Two generations of the
+format exist: `block_size` at the top level or inside `dflash_config`, and `rope_theta` with `rope_scaling` or one
+`rope_parameters`.
 """
 
 from __future__ import annotations

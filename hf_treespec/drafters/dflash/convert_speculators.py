@@ -36,8 +36,8 @@ def convert_config(config: Mapping[str, Any], tensor_names: frozenset[str] = fro
     features = list(config["aux_hidden_state_layer_ids"])
     if min(features) < 1:
         raise ValueError(
-            f"aux_hidden_state_layer_ids is {features}: 0 is the output of the target's embedding, which is no decoder "
-            "layer. A DFlash drafter takes features of decoder layers only, ids from 1 on."
+            f"aux_hidden_state_layer_ids is {features}: 0 is the output of the target's embedding, which is no "
+            "decoder layer. A DFlash drafter takes features of decoder layers only, ids from 1 on."
         )
     family = CONFIG_MAPPING[layers["model_type"]] if layers.get("model_type") in CONFIG_MAPPING else Qwen3Config
     fields = decoder_fields(layers, family)

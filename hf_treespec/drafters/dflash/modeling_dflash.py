@@ -156,14 +156,15 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.hidden_dim_adapter = FeatureAdapter(config) if config.feature_adapter else None
-        columns = config.draft_vocab_size or config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+        vocabulary = config.vocab_size or 0
+        columns = config.draft_vocab_size or vocabulary
+        self.embed_tokens = nn.Embedding(vocabulary, config.hidden_size) if config.own_embedding else None
         self.lm_head = nn.Linear(config.hidden_size, columns, bias=False) if config.own_head else None
         reduced = config.draft_vocab_size is not None
         #: Token of each column of the head, less the column, long `[draft_vocab_size]`.
         self.register_buffer("d2t", torch.zeros(columns, dtype=torch.long) if reduced else None)
         #: Which tokens have a column, bool `[vocab_size]`.
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < columns if reduced else None)
+        self.register_buffer("t2d", torch.arange(vocabulary) < columns if reduced else None)
         self.post_init()
 
     @classmethod
@@ -173,7 +174,11 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
             return True
         if "treeflash_config" in config or find_dialect(config) is None:
             return False
-        return not convert_deepspec.has_markov_head(config) and fits(tensor_names)
+        return cls.refusal(config) is None and fits(tensor_names)
+
+    @classmethod
+    def refusal(cls, config: dict[str, Any]) -> str | None:
+        return convert_deepspec.refusal(config)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
