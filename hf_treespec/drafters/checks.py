@@ -172,7 +172,7 @@ def widths(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
     yield _equal("width", found, config.target_hidden_size, "feature width", "target_hidden_size")
 
 
-def _own(drafter: BlockDrafter, name: str) -> nn.Module | None:
+def _own(drafter: BlockDrafter, name: str) -> Any:
     """The drafter's own embedding or head, where its checkpoint has one."""
     return getattr(drafter.backbone, name, None)
 

@@ -45,7 +45,7 @@ class DraftVocabulary(TargetModules):
         if head is not None:
             self._lm_head = weakref.ref(head)
             self._head_device, self._head_dtype = head.weight.device, head.weight.dtype
-            self._logits_divisor, self._softcap = 1.0, None
+            self._logits_divisor, self._logits_multiplier, self._softcap = 1.0, 1.0, None
             self.vocab_size = head.out_features
 
     def tokens(self, columns: torch.Tensor) -> torch.Tensor:

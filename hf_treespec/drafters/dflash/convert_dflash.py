@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, Qwen3Config
 
 from ..rope import read_rope
 
-
 ARCHITECTURE = "DFlashDraftModel"
 
 _OF_A_DECODER = (

@@ -190,8 +190,8 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         """
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        ids, present = model.backbone.target_ids, model.backbone.t2d
-        if ids is not None and (ids.sort().values.tolist() != present.nonzero().flatten().tolist()):
+        ids, present = model.target_ids, model.own("t2d")
+        if ids is not None and ids.sort().values.tolist() != present.nonzero().flatten().tolist():
             raise ValueError(
                 "d2t and t2d contradict each other: the token of column i is i + d2t[i], and these must be the "
                 f"{int(present.sum())} distinct tokens that t2d marks. A d2t of token ids instead of offsets does not "
@@ -203,19 +203,22 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
     def drafted_depths(self) -> int:
         return self.config.drafted_depths
 
+    def own(self, name: str) -> Any:
+        """A module or tensor that a checkpoint may have beyond the layers; None where this one has it not."""
+        return getattr(self.backbone, name, None)
+
     @property
     def target_ids(self) -> torch.Tensor | None:
         """Token of each column of its own head, long `[draft_vocab_size]`; None = they are the same."""
-        d2t = self.d2t
+        d2t = self.own("d2t")
         return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
 
     def borrow(self, target: PreTrainedModel) -> TargetModules:
         """The embedding and the head to draft with: the target's, and in their place what this drafter has itself."""
-        own = self.backbone
-        assert isinstance(own, DFlashDrafter)
-        if own.embed_tokens is None and own.lm_head is None:
+        embedding, head = self.own("embed_tokens"), self.own("lm_head")
+        if embedding is None and head is None:
             return TargetModules(target)
-        return DraftVocabulary(target, own.embed_tokens, own.lm_head, own.target_ids)
+        return DraftVocabulary(target, embedding, head, self.target_ids)
 
     def fuse(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Contribution `[B, T, H]` of the `index`-th feature layer's output `[B, T, H_target]` to the features."""
@@ -225,7 +228,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
 
     def adapt(self, features: torch.Tensor) -> torch.Tensor:
         """Feature layers' outputs, one or several side by side, at the width that `fc` takes."""
-        adapter = cast(DFlashDrafter, self.backbone).hidden_dim_adapter
+        adapter = self.own("hidden_dim_adapter")
         return features if adapter is None else adapter(features)
 
     def fuse_all(self, features: torch.Tensor) -> torch.Tensor:
