@@ -125,6 +125,10 @@ class AutoDrafter:
             checkpoint.read_shapes()
             family = find_family(checkpoint.config, frozenset(checkpoint.shapes))
         if family is None:
+            for known in families():
+                reason = known.refusal(checkpoint.config)
+                if reason is not None:
+                    raise ValueError(f"{checkpoint}: {reason}")
             raise ValueError(
                 f"{checkpoint} is no drafter this package knows: model_type {checkpoint.config.get('model_type')!r}, "
                 f"architectures {checkpoint.config.get('architectures')}. Known families: {_known_families()}."

@@ -116,6 +116,22 @@ class TargetModules:
         logits: torch.Tensor = _alive(self._lm_head)(hidden)
         return self.scaled(logits.float()[..., : self.vocab_size])
 
+    def tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """Token ids of columns of `logits`, long `[...]`: the same, as the target's head has a column a token."""
+        return columns
+
+    def columns(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns of `logits` of token ids, long `[...]`, and whether they have one (bool); 0 where not."""
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        """The target's logits `[..., V]` of the tokens that `logits` has columns of, in their order: all."""
+        return logits
+
+    def spread(self, values: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Values of the columns of `logits` at their tokens, `[..., vocab_size]`; 0 for tokens that have none."""
+        return values
+
     @property
     def selects(self) -> bool:
         """Whether `logits_of` works: the head is a plain matrix, with nothing wrapped round it."""
@@ -237,6 +253,11 @@ class BlockDrafter(PreTrainedModel):
     def weights(self) -> nn.Module:
         """What all views of this drafter (`with_options`) have in common, and no other drafter has."""
         return next(self.children(), self)
+
+    @classmethod
+    def refusal(cls, config: dict[str, Any]) -> str | None:
+        """Why a checkpoint that looks like one of this family is none, for the error; None = nothing to say."""
+        return None
 
     def with_options(self, **options: Any) -> Self:
         """A light view of this drafter with other decoding options (see `TreeSpecConfig`); shares all weights."""

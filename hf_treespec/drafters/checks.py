@@ -165,10 +165,16 @@ def lends_modules(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Fi
 
 
 def widths(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
-    """Hidden states of the two have the same width."""
+    """Hidden states of the two have the same width, where the drafter borrows the embedding or the head."""
     config, found = drafter.config, _text(target).hidden_size
-    for what, field in (("hidden size", "hidden_size"), ("feature width", "target_hidden_size")):
-        yield _equal("width", found, getattr(config, field), what, field)
+    if _own(drafter, "embed_tokens") is None or _own(drafter, "lm_head") is None:
+        yield _equal("width", found, config.hidden_size, "hidden size", "hidden_size")
+    yield _equal("width", found, config.target_hidden_size, "feature width", "target_hidden_size")
+
+
+def _own(drafter: BlockDrafter, name: str) -> Any:
+    """The drafter's own embedding or head, where its checkpoint has one."""
+    return getattr(drafter.backbone, name, None)
 
 
 def _equal(rule: str, found: int, wanted: int, what: str, field: str) -> Finding:
@@ -186,7 +192,8 @@ def _equal(rule: str, found: int, wanted: int, what: str, field: str) -> Finding
 def feature_layers(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
     """Features come from the decoder layers they were trained on, in that order, and fill the fusion layer."""
     rule, config = "feature layers", drafter.config
-    ids, width = config.target_layer_ids, config.target_hidden_size
+    ids = config.target_layer_ids
+    width = config.hidden_size if getattr(config, "feature_adapter", False) else config.target_hidden_size
     count = _text(target).num_hidden_layers
     fusion = getattr(drafter, "fc", None)
     if fusion is not None and fusion.in_features != len(ids) * width:
@@ -293,17 +300,19 @@ def _ids(config: Any, name: str) -> set[int]:
 def mask_token(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
     """The token that fills undrafted rows is a row of the target's embedding, and has no other use."""
     rule, mask, text = "mask token", drafter.config.mask_token_id, _text(target)
-    embedding = target.get_input_embeddings()
+    own_embedding = _own(drafter, "embed_tokens")
+    embedding = own_embedding or target.get_input_embeddings()
     if embedding is None:
         return
     rows = embedding.weight.shape[0]
     if not 0 <= mask < rows:
+        whose = "target" if own_embedding is None else "drafter"
         yield Finding(
             rule,
             Status.wrong,
-            f"mask_token_id {mask} is no row of the target's embedding, which has {rows}",
+            f"mask_token_id {mask} is no row of the {whose}'s embedding, which has {rows}",
             "the drafter fills its block with that row",
-            "Correct mask_token_id in the drafter's config.json or resize the target's embedding.",
+            f"Correct mask_token_id in the drafter's config.json or resize the {whose}'s embedding.",
         )
         return
     uses = [
@@ -471,6 +480,9 @@ def embeddings(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Findi
     changes more than a scale (a norm, learned positions), drafters are given the rows themselves.
     """
     rule = "embeddings"
+    if _own(drafter, "embed_tokens") is not None:
+        yield _fits(rule, "the drafter's own")
+        return
     if target.get_input_embeddings() is None:
         return
     if target.get_input_embeddings().weight.is_meta:
@@ -501,6 +513,9 @@ def embeddings(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Findi
 def logits(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
     """Behind the head, drafts get the scale and the soft cap that the target's logits get. Measured."""
     rule = "logits"
+    if _own(drafter, "lm_head") is not None:
+        yield _fits(rule, "of the drafter's own head")
+        return
     if target.get_output_embeddings() is None:
         return
     pair = probes.logits_behind_head(target)

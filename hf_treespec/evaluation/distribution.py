@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..drafters.base import TargetModules
 from ..drafters.dflash import DFlashDrafter
 from ..training.agreement import ANCHORS_AT_ONCE, DepthAgreement, depth_agreement
 from ..training.blocks import block_states
@@ -176,13 +175,13 @@ def marginal_spines(
     drafter: DFlashDrafter, target: PreTrainedModel, sequences: torch.Tensor, prompt_length: int, stride: int = 1
 ) -> torch.Tensor:
     """Likeliest token of every depth by the marginals, without look-back, `[n, anchors, D]` on the CPU."""
-    config, modules = drafter.config, TargetModules(target)
+    config, modules = drafter.config, drafter.borrow(target)
     features, _ = teacher_forward(target, sequences, config.target_layer_ids)
     last = sequences.shape[1] - drafter.drafted_depths
     found = []
     for some in torch.arange(prompt_length, last, stride, device=sequences.device).split(ANCHORS_AT_ONCE):
         states = block_states(drafter, modules, sequences, features, some.expand(len(sequences), -1))
         hidden = drafter.norm(states).flatten(0, 2).split(rows_at_once(modules.vocab_size))
-        best = torch.cat([modules.logits(chunk).argmax(-1).cpu() for chunk in hidden])
+        best = torch.cat([modules.tokens(modules.logits(chunk).argmax(-1)).cpu() for chunk in hidden])
         found.append(best.view(states.shape[:3]))
     return torch.cat(found, dim=1)

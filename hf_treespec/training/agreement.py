@@ -58,8 +58,8 @@ def depth_agreement(
         ranks: The k of the coverages.
         batch_size: Sequences a forward.
     """
-    config, modules = drafter.config, TargetModules(target)
-    depths = config.block_size - 1
+    config, modules, teacher_modules = drafter.config, drafter.borrow(target), TargetModules(target)
+    depths = drafter.drafted_depths
     anchors = torch.arange(prompt_length, sequences.shape[1] - depths, stride, device=sequences.device)
     slots = torch.arange(1, depths + 1, device=sequences.device)
     sums = torch.zeros(depths, 1 + len(ranks), dtype=torch.float64)
@@ -69,7 +69,7 @@ def depth_agreement(
         for some in anchors.split(ANCHORS_AT_ONCE):
             hidden = draft_blocks(drafter, modules, batch, features, some.expand(len(batch), -1))
             wanted = teacher[:, some[:, None] + slots - 1]
-            found = _compare(modules, hidden.flatten(0, 2), wanted.flatten(0, 2), temperature, ranks)
+            found = _compare(modules, teacher_modules, hidden.flatten(0, 2), wanted.flatten(0, 2), temperature, ranks)
             sums += found.view(-1, depths, sums.shape[1]).sum(0)
             blocks += len(batch) * len(some)
     means = (sums / max(1, blocks)).T.tolist()
@@ -77,14 +77,19 @@ def depth_agreement(
 
 
 def _compare(
-    modules: TargetModules, hidden: torch.Tensor, teacher: torch.Tensor, temperature: float, ranks: Sequence[int]
+    modules: TargetModules,
+    teacher_modules: TargetModules,
+    hidden: torch.Tensor,
+    teacher: torch.Tensor,
+    temperature: float,
+    ranks: Sequence[int],
 ) -> torch.Tensor:
     """Distance and coverages of each row, float64 `[rows, 1 + len(ranks)]` on the CPU."""
-    chunk = rows_at_once(modules.vocab_size)
+    chunk = rows_at_once(teacher_modules.vocab_size)
     found = []
     for drafted, wanted in zip(hidden.split(chunk), teacher.split(chunk), strict=True):
-        draft = modules.logits(drafted).softmax(-1)
-        truth = (modules.logits(wanted) / temperature).softmax(-1)
+        truth = (teacher_modules.logits(wanted) / temperature).softmax(-1)
+        draft = modules.spread(modules.logits(drafted).softmax(-1), truth.shape[-1])
         best = draft.topk(min(max(ranks), draft.shape[-1])).indices
         covered = truth.gather(-1, best).cumsum(-1)
         columns = [(draft - truth).abs().sum(-1) / 2]

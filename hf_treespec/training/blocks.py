@@ -9,12 +9,12 @@ from ..drafters.dflash import DFlashConfig, DFlashDrafter
 from ..drafters.treeflash import TreeFlashDrafter
 
 
-def sample_anchors(batch_size: int, length: int, block_size: int, count: int) -> torch.Tensor:
+def sample_anchors(batch_size: int, length: int, depths: int, count: int) -> torch.Tensor:
     """Draws anchors without replacement, in rising order, long `[B, count or fewer]`.
 
-    An anchor has at least one position before it and a whole block of known tokens from it on.
+    An anchor has at least one position before it and known tokens at all `depths` behind it.
     """
-    places = length - block_size
+    places = length - depths - 1
     picked = torch.rand(batch_size, places).topk(min(count, places)).indices
     return picked.sort().values + 1
 
@@ -33,6 +33,7 @@ class BlockAttention:
     def __init__(self, config: DFlashConfig, anchors: torch.Tensor, context_length: int) -> None:
         self.config, self.anchors, self.context_length = config, anchors, context_length
         self.block_size = config.block_size
+        self.from_anchor = config.window_from == "anchor"
         self._biases: dict[tuple[int | None, bool], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def _bias(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -44,11 +45,12 @@ class BlockAttention:
             columns = torch.arange(self.context_length, device=like.device)
             seen = columns < self.anchors[:, None, :, None, None, None]
             if window is not None:
-                seen = seen & (self.anchors[:, None, :, None, None, None] + slots[:, None] - columns < window)
+                origins = slots.new_full((1, 1), -1) if self.from_anchor else slots[:, None]
+                seen = seen & (self.anchors[:, None, :, None, None, None] + origins - columns < window)
             own = None
             distance = slots[:, None] - slots
             hidden = (distance < 0) if is_causal else torch.zeros_like(distance, dtype=torch.bool)
-            if window is not None:
+            if window is not None and not self.from_anchor:
                 hidden = hidden | (distance >= window)
             if is_causal or window is not None:
                 own = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, torch.finfo(like.dtype).min)
@@ -90,7 +92,7 @@ def block_states(
     features: torch.Tensor,
     anchors: torch.Tensor,
 ) -> torch.Tensor:
-    """Last-layer states of the drafted rows of every block, before the final norm, `[B, A, block_size − 1, H]`.
+    """Last-layer states of the drafted rows of every block, before the final norm, `[B, A, D, H]`.
 
     Args:
         input_ids: Token ids of the sequences, long `[B, T]`.
@@ -104,12 +106,12 @@ def block_states(
         tokens = input_ids.new_full((batch, blocks, size), config.mask_token_id)
         tokens[:, :, 0] = input_ids.gather(1, anchors)
         block = modules.embed(tokens, dtype).view(batch, blocks * size, -1)
-    context = drafter.hidden_norm(drafter.fc(features.to(dtype)))
+    context = drafter.fuse_all(features)
     slots = anchors[:, :, None] + torch.arange(size, device=anchors.device)
     columns = torch.arange(length, device=anchors.device).expand(batch, -1)
     positions = torch.cat([columns, slots.view(batch, -1)], dim=1)
     states = drafter.denoise(block, context, positions, BlockAttention(config, anchors, length))
-    return states.view(batch, blocks, size, -1)[:, :, 1:]
+    return states.view(batch, blocks, size, -1)[:, :, config.first_slot :]
 
 
 def draft_blocks(
@@ -119,14 +121,14 @@ def draft_blocks(
     features: torch.Tensor,
     anchors: torch.Tensor,
 ) -> torch.Tensor:
-    """Final hidden states of the drafted rows of every block, ready for the head, `[B, A, block_size − 1, H]`.
+    """Final hidden states of the drafted rows of every block, ready for the head, `[B, A, D, H]`.
 
     A TreeFlash drafter is told the text's own token before each row (teacher forcing): its distributions are the
     conditional ones along the text. Arguments are those of `block_states`.
     """
     states = block_states(drafter, modules, input_ids, features, anchors)
     if isinstance(drafter, TreeFlashDrafter):
-        before = anchors[:, :, None] + torch.arange(drafter.config.block_size - 1, device=anchors.device)
+        before = anchors[:, :, None] + torch.arange(drafter.drafted_depths, device=anchors.device)
         previous = input_ids.gather(1, before.flatten(1)).view(before.shape)
         with torch.no_grad():
             embedded = modules.embed(previous, states.dtype)

@@ -28,19 +28,20 @@ from .meter import Meter
 from .muon import MuonWithAdamW
 from .teacher import teacher_forward
 
-#: Decay γ of the weight e^{−(k−1)/γ} of the k-th drafted token, by block size (DFlash, A.1).
+#: Decay γ of the weight e^{−(k−1)/γ} of the k-th drafted token, by block size, which is a token more
+#: than it drafts (DFlash, A.1).
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 
 #: A decay of the weights along a block, the paper's for the block size, or None: all weights are one.
 Gamma = float | Literal["paper"] | None
 
 
-def slot_weights(block_size: int, gamma: Gamma) -> list[float]:
+def slot_weights(depths: int, gamma: Gamma) -> list[float]:
     """Loss weight of each drafted token of a block: early ones count most, since later ones need them accepted."""
     if gamma is None:
-        return [1.0] * (block_size - 1)
-    decay = GAMMA.get(block_size, block_size / 2) if isinstance(gamma, str) else gamma
-    return [math.exp(-slot / decay) for slot in range(block_size - 1)]
+        return [1.0] * depths
+    decay = GAMMA.get(depths + 1, (depths + 1) / 2) if isinstance(gamma, str) else gamma
+    return [math.exp(-slot / decay) for slot in range(depths)]
 
 
 class TokenSequences(Dataset):
@@ -68,6 +69,7 @@ class DistillationObjective(nn.Module):
 
     target: PreTrainedModel
     borrowed: TargetModules
+    teacher: TargetModules
 
     def __init__(
         self,
@@ -83,14 +85,15 @@ class DistillationObjective(nn.Module):
         self.drafter = drafter
         # Kept out of the registered modules: neither saved nor trained nor moved with the drafter.
         object.__setattr__(self, "target", target.eval().requires_grad_(False))
-        object.__setattr__(self, "borrowed", TargetModules(target))
+        object.__setattr__(self, "borrowed", drafter.borrow(target))
+        object.__setattr__(self, "teacher", TargetModules(target))
         self.anchors, self.loss, self.temperature = anchors, loss, temperature
-        self.slot_weights = slot_weights(drafter.config.block_size, gamma)
+        self.slot_weights = slot_weights(drafter.drafted_depths, gamma)
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Loss of whole sequences, long `[B, T]`, over freshly drawn anchors."""
         batch, length = input_ids.shape
-        anchors = sample_anchors(batch, length, self.drafter.config.block_size, self.anchors)
+        anchors = sample_anchors(batch, length, self.drafter.drafted_depths, self.anchors)
         return {"loss": self.loss_at(input_ids, anchors.to(input_ids.device))}
 
     def loss_at(self, input_ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -98,15 +101,19 @@ class DistillationObjective(nn.Module):
         drafter, modules = self.drafter, self.borrowed
         features, teacher = teacher_forward(self.target, input_ids, drafter.config.target_layer_ids)
         hidden = draft_blocks(drafter, modules, input_ids, features, anchors)
-        places = anchors[:, :, None] + torch.arange(1, drafter.config.block_size, device=anchors.device)
+        places = anchors[:, :, None] + torch.arange(1, drafter.drafted_depths + 1, device=anchors.device)
         batch = torch.arange(len(input_ids), device=anchors.device)[:, None, None]
+        labels, known = modules.columns(input_ids[batch, places])
         weights = torch.tensor(self.slot_weights, device=hidden.device).expand(places.shape)
+        if self.loss == "ce":
+            weights = weights * known
         return distillation_loss(
             hidden.flatten(0, 2),
             teacher[batch, places - 1].flatten(0, 2),
-            input_ids[batch, places].flatten(),
+            labels.flatten(),
             weights.flatten(),
             modules.logits,
+            lambda states: modules.restrict(self.teacher.logits(states)),
             kind=self.loss,
             temperature=self.temperature,
             vocab_size=modules.vocab_size,

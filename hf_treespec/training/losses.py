@@ -55,6 +55,7 @@ def distillation_loss(
     labels: torch.Tensor,
     weights: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
+    teacher_head: Callable[[torch.Tensor], torch.Tensor],
     *,
     kind: str,
     temperature: float,
@@ -65,9 +66,11 @@ def distillation_loss(
     Args:
         hidden: The drafter's final hidden states, `[rows, H]`.
         teacher_hidden: The target's final hidden states at the position before each drafted one, `[rows, H]`.
-        labels: Tokens that stand at the drafted positions, long `[rows]`.
+        labels: Columns of the tokens that stand at the drafted positions, long `[rows]`.
         weights: Weight of each row, float32 `[rows]`.
-        head: The target's head, from hidden states to float32 logits.
+        head: The drafter's head, from hidden states to float32 logits `[rows, vocab_size]`.
+        teacher_head: The target's head, to the logits of the same columns: over a reduced vocabulary the target's
+            distribution is the one over its tokens.
         kind: `"kl"`: cross-entropy to the target's own distribution, which is the expectation of `"ce"` over the next
             token and has the gradient of the KL divergence; `"ce"`: to the tokens themselves, as in the paper.
         temperature: Temperature of the target's distribution for `"kl"`.
@@ -82,7 +85,7 @@ def distillation_loss(
         if kind == "ce":
             return F.cross_entropy(logits, labels[rows], reduction="none")
         with torch.no_grad():
-            wanted = (head(teacher_hidden[rows]) / temperature).softmax(-1)
+            wanted = (teacher_head(teacher_hidden[rows]) / temperature).softmax(-1)
         # Σ p (lse − logit) = lse − p · logit, as p sums to one.
         return logits.logsumexp(-1) - (wanted * logits).sum(-1)
 

@@ -59,7 +59,7 @@ def test_the_chunked_loss_is_the_plain_one(monkeypatch: pytest.MonkeyPatch, kind
     other = hidden.detach().clone().requires_grad_()
     teacher, labels, weights = torch.randn(20, 8), torch.randint(0, VOCAB, (20,)), torch.rand(20)
     settings = {"kind": kind, "temperature": 0.7, "vocab_size": VOCAB}
-    loss = losses.distillation_loss(hidden, teacher, labels, weights, head, **settings)
+    loss = losses.distillation_loss(hidden, teacher, labels, weights, head, head, **settings)
     log_q = head(other).log_softmax(-1)
     wanted = (head(teacher) / 0.7).softmax(-1) if kind == "kl" else torch.nn.functional.one_hot(labels, VOCAB)
     plain = (-(wanted * log_q).sum(-1) * weights).sum() / weights.sum()
@@ -72,16 +72,16 @@ def test_the_chunked_loss_is_the_plain_one(monkeypatch: pytest.MonkeyPatch, kind
 def test_an_unknown_loss_is_refused():
     with pytest.raises(ValueError, match="'mse'"):
         losses.distillation_loss(
-            *[torch.zeros(1, 1)] * 4, torch.nn.Identity(), kind="mse", temperature=1, vocab_size=1
+            *[torch.zeros(1, 1)] * 4, *[torch.nn.Identity()] * 2, kind="mse", temperature=1, vocab_size=1
         )
 
 
 def test_anchors_leave_room_for_context_and_block():
     torch.manual_seed(0)
-    anchors = torch.cat([sample_anchors(4, 12, 5, 3) for _ in range(50)])
+    anchors = torch.cat([sample_anchors(4, 12, 4, 3) for _ in range(50)])
     assert (anchors[:, 1:] > anchors[:, :-1]).all()
     assert sorted(set(anchors.flatten().tolist())) == list(range(1, 8))
-    assert sample_anchors(2, 12, 5, 99).tolist() == [[1, 2, 3, 4, 5, 6, 7]] * 2
+    assert sample_anchors(2, 12, 4, 99).tolist() == [[1, 2, 3, 4, 5, 6, 7]] * 2
 
 
 def test_the_teacher_gives_layer_outputs():

@@ -132,10 +132,10 @@ def test_ablations_run(tmp_path: Path, options: dict[str, Any]):
 
 
 def test_early_tokens_weigh_most_unless_told_otherwise():
-    assert slot_weights(8, "paper")[0] == 1.0
-    assert slot_weights(8, "paper")[4] == pytest.approx(2.718281828**-1)
-    assert slot_weights(4, 2.0) == pytest.approx([1.0, 0.60653066, 0.36787944])
-    assert slot_weights(4, None) == [1.0, 1.0, 1.0]
+    assert slot_weights(7, "paper")[0] == 1.0
+    assert slot_weights(7, "paper")[4] == pytest.approx(2.718281828**-1)
+    assert slot_weights(3, 2.0) == pytest.approx([1.0, 0.60653066, 0.36787944])
+    assert slot_weights(3, None) == [1.0, 1.0, 1.0]
 
 
 def test_a_drafter_without_a_head_is_refused():

@@ -9,9 +9,11 @@ from transformers import PreTrainedConfig
 
 from ...sources import is_hub_id
 from ..rope import rope_for_target
-from .convert_dflash import convert_config, is_zlab
+from ..tensor_names import HUB_ARGUMENTS, read_tensor_names
+from .dialects import find_dialect
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+WINDOW_ORIGINS = ("row", "anchor")
 
 
 def spread_layer_ids(num_target_layers: int, count: int) -> list[int]:
@@ -38,18 +40,28 @@ class DFlashConfig(PreTrainedConfig):
     """What a DFlash drafter is: a few Qwen3 layers that denoise one block of mask tokens (arXiv 2602.06036).
 
     Args:
-        hidden_size: Width H; equal to the target's, whose embeddings and head are borrowed.
+        hidden_size: Width H; equal to the target's where its embedding or head is borrowed.
         head_dim: Width of an attention head; `hidden_size // num_attention_heads` when None.
         layer_types: `"full_attention"` or `"sliding_attention"` for each layer; all full when None.
         sliding_window: Positions a query of a sliding layer reaches back, itself included.
+        window_from: Where windows are counted from: `"row"`, each block row's own position, itself included, or
+            `"anchor"`, so that every row sees the same positions before the anchor.
         is_causal: Whether a block row sees only the block rows up to itself: one value, or one for each layer.
         draft_window: Positions of context that any layer may see, counted like `sliding_window`; None = all.
-        block_size: Rows of a block, the anchor included: `block_size - 1` tokens are drafted.
+        block_size: Rows of a block, the anchor included.
+        sample_from_anchor: Whether each row predicts the token behind its position, the anchor's row too, so that
+            `block_size` tokens are drafted. Otherwise each mask predicts the token at its own, and `block_size - 1`
+            are.
         mask_token_id: Token whose embedding fills the undrafted rows.
         target_layer_ids: 0-based decoder layers of the target whose outputs are the features.
         target_hidden_size: Width of those outputs; `hidden_size` when None.
+        feature_adapter: Whether one projection shared by all feature layers brings them to `hidden_size` before they
+            are fused.
         num_target_layers: Decoder layers of the target; None = unknown.
-        vocab_size: The target's vocabulary; the drafter itself has none.
+        vocab_size: The target's vocabulary.
+        own_embedding: Whether the drafter has an input embedding of that vocabulary, in place of the target's.
+        own_head: Whether it has a head, in place of the target's.
+        draft_vocab_size: Tokens its own head tells apart; None = the whole vocabulary.
         target_name_or_path: The target it was trained for; None = not recorded.
 
     Raises:
@@ -75,14 +87,20 @@ class DFlashConfig(PreTrainedConfig):
         attention_dropout: float = 0.0,
         layer_types: Sequence[str] | None = None,
         sliding_window: int | None = None,
+        window_from: str = "row",
         is_causal: bool | Sequence[bool] = False,
         draft_window: int | None = None,
         block_size: int = 16,
+        sample_from_anchor: bool = False,
         mask_token_id: int = 0,
         target_layer_ids: Sequence[int] | None = None,
         target_hidden_size: int | None = None,
+        feature_adapter: bool = False,
         num_target_layers: int | None = None,
         vocab_size: int | None = None,
+        own_embedding: bool = False,
+        own_head: bool = False,
+        draft_vocab_size: int | None = None,
         target_name_or_path: str | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -104,17 +122,23 @@ class DFlashConfig(PreTrainedConfig):
         self.attention_dropout = attention_dropout
         self.layer_types = list(layer_types or ["full_attention"] * num_hidden_layers)
         self.sliding_window = sliding_window
+        self.window_from = window_from
         self.is_causal = is_causal if isinstance(is_causal, bool) else list(is_causal)
         self.draft_window = draft_window
         self.block_size = block_size
+        self.sample_from_anchor = sample_from_anchor
         self.mask_token_id = mask_token_id
         if target_layer_ids is None:
             layers = num_target_layers
             target_layer_ids = [1] if layers is None else spread_layer_ids(layers, num_hidden_layers)
         self.target_layer_ids = list(target_layer_ids)
         self.target_hidden_size = target_hidden_size or hidden_size
+        self.feature_adapter = feature_adapter
         self.num_target_layers = num_target_layers
         self.vocab_size = vocab_size
+        self.own_embedding = own_embedding
+        self.own_head = own_head
+        self.draft_vocab_size = draft_vocab_size
         self.target_name_or_path = target_name_or_path
         self._validate_fields()
         kwargs.setdefault("tie_word_embeddings", False)
@@ -137,11 +161,32 @@ class DFlashConfig(PreTrainedConfig):
             raise ValueError("layer_types names sliding_attention, so sliding_window must be a positive number.")
         if self.block_size < 2:
             raise ValueError(f"block_size is {self.block_size}; a block is an anchor and at least one mask (>= 2).")
+        if self.window_from not in WINDOW_ORIGINS:
+            raise ValueError(f"window_from is {self.window_from!r}; it is one of {list(WINDOW_ORIGINS)}.")
+        if (self.own_embedding or self.own_head) and self.vocab_size is None:
+            raise ValueError("own_embedding and own_head need vocab_size, which is None.")
+        if self.draft_vocab_size is not None:
+            if not self.own_head:
+                raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) needs own_head, which is false.")
+            if not 0 < self.draft_vocab_size <= (self.vocab_size or 0):
+                raise ValueError(
+                    f"draft_vocab_size is {self.draft_vocab_size}; it is from 1 to vocab_size ({self.vocab_size})."
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})."
             )
+
+    @property
+    def first_slot(self) -> int:
+        """Block row that predicts depth 1."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def drafted_depths(self) -> int:
+        """Depths D that a block covers."""
+        return self.block_size - self.first_slot
 
     def layer_window(self, layer: int) -> int | None:
         """Positions a query of this layer reaches back, itself included; None = all."""
@@ -201,7 +246,14 @@ class DFlashConfig(PreTrainedConfig):
         )
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reads `config.json`, in this package's format or in z-lab's."""
-        config_dict, unused = super().get_config_dict(*args, **kwargs)
-        return (convert_config(config_dict) if is_zlab(config_dict) else config_dict), unused
+    def get_config_dict(cls, id_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads `config.json`, in this package's format or in a published dialect.
+
+        What a published checkpoint ships beyond the layers, its tensors alone say: their names are read too.
+        """
+        config_dict, unused = super().get_config_dict(id_or_path, **kwargs)
+        dialect = find_dialect(config_dict)
+        if dialect is None:
+            return config_dict, unused
+        where = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        return dialect.convert(config_dict, read_tensor_names(id_or_path, **where)), unused

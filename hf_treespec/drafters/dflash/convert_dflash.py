@@ -1,7 +1,8 @@
 """Turns the configuration of a z-lab DFlash checkpoint into this package's fields.
 
-Tensors need no conversion: their names are the same. Two generations of the format exist: `block_size` at the top
-level or inside `dflash_config`, and `rope_theta` with `rope_scaling` or one `rope_parameters`.
+JetSpec's checkpoints are of this dialect, with `causal_head` for a block that attends causally. Two generations of the
+format exist: `block_size` at the top level or inside `dflash_config`, and `rope_theta` with `rope_scaling` or one
+`rope_parameters`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PreTrainedConfig, Qwen3Config
+
 from ..rope import read_rope
 
 ARCHITECTURE = "DFlashDraftModel"
 
-_SAME = (
+_OF_A_DECODER = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -27,13 +30,10 @@ _SAME = (
     "attention_bias",
     "attention_dropout",
     "layer_types",
-    "num_target_layers",
     "vocab_size",
     "pad_token_id",
     "bos_token_id",
     "eos_token_id",
-    "dtype",
-    "torch_dtype",
 )
 
 
@@ -44,12 +44,36 @@ def is_zlab(config: Mapping[str, Any]) -> bool:
     )
 
 
-def convert_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `DFlashConfig` from a z-lab `config.json`.
+def decoder_fields(config: Mapping[str, Any], family: type[PreTrainedConfig] = Qwen3Config) -> dict[str, Any]:
+    """Fields of the draft layers; those absent have the defaults of the configuration class that wrote the file."""
+    windows = ("use_sliding_window", "sliding_window", "max_window_layers")
+    known = family(**{name: config[name] for name in (*_OF_A_DECODER, *windows) if name in config})
+    found = {name: getattr(known, name, None) for name in _OF_A_DECODER}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def refuse_tensors(tensor_names: frozenset[str]) -> None:
+    """Refuses by name what has the layout of a DFlash drafter but other layers.
+
+    Raises:
+        ValueError: There are tensors of projections that a draft layer has not.
+    """
+    for part, what in {"qkv_proj": "fused projections", "g_proj": "gates of attention"}.items():
+        found = sorted(name for name in tensor_names if f".{part}." in name)
+        if found:
+            raise ValueError(
+                f"the checkpoint has {what} ({found[0]} and {len(found) - 1} more), as drafters for Laguna have; this "
+                "package's draft layers have not. Use a drafter with separate q_proj, k_proj and v_proj."
+            )
+
+
+def convert_config(config: Mapping[str, Any], tensor_names: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Fields of `DFlashConfig` from a z-lab `config.json` and the names of the tensors beside it.
 
     Raises:
         ValueError: A field without which no drafter can be built is absent, or a form is not supported.
     """
+    refuse_tensors(tensor_names)
     nested: Mapping[str, Any] = config.get("dflash_config") or {}
 
     def field(name: str, default: Any = None) -> Any:
@@ -58,21 +82,22 @@ def convert_config(config: Mapping[str, Any]) -> dict[str, Any]:
     absent = [name for name in ("block_size", "mask_token_id", "target_layer_ids") if field(name) is None]
     if absent:
         raise ValueError(f"the DFlash config.json lacks {absent} (looked at the top level and in dflash_config).")
-    fields = {name: config[name] for name in _SAME if config.get(name) is not None}
+    fields = decoder_fields(config)
+    fields |= {name: config[name] for name in ("num_target_layers", "dtype", "torch_dtype") if config.get(name)}
     fields |= {name: field(name) for name in ("block_size", "mask_token_id", "target_layer_ids")}
     fields["model_type"] = "treespec_dflash"
     # The published code rotates whole heads; a partial_rotary_factor there is the target's, copied with its fields.
     fields["rope_parameters"] = read_rope(config)
     fields["rope_parameters"].pop("partial_rotary_factor", None)
     fields["target_hidden_size"] = field("target_hidden_size")
+    fields["feature_adapter"] = "hidden_dim_adapter.proj.weight" in tensor_names
     fields["draft_window"] = field("draft_window")
-    fields["is_causal"] = bool(field("causal_head", field("is_causal", False)))
-    if config.get("use_sliding_window") and not fields.get("layer_types"):
-        # As Qwen3's own configuration reads them.
-        first = config.get("max_window_layers", 28)
-        fields["layer_types"] = [
-            "sliding_attention" if layer >= first else "full_attention" for layer in range(config["num_hidden_layers"])
-        ]
-    if "sliding_attention" in (fields.get("layer_types") or ()):
+    kinds = fields.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]
+    # Unless the file says otherwise, sliding layers attend causally within the block and full ones do not.
+    causal = field("causal_head", field("is_causal"))
+    fields["is_causal"] = [kind == "sliding_attention" if causal is None else bool(causal) for kind in kinds]
+    if "sliding_attention" in kinds:
         fields["sliding_window"] = field("sliding_window")
+    fields["own_embedding"] = "embed_tokens.weight" in tensor_names
+    fields["own_head"] = "lm_head.weight" in tensor_names
     return fields

@@ -21,10 +21,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .. import checks
-from ..base import BlockDrafter
+from ..base import BlockDrafter, TargetModules
 from ..loading import LoudLoading
+from ..vocabulary import DraftVocabulary
+from . import convert_deepspec
 from .configuration_dflash import DFlashConfig
-from .convert_dflash import is_zlab
+from .dialects import find_dialect, fits
 
 #: What a layer's queries see: `(layer, queries [B, Hq, S, D], keys, values [B, Hkv, T + S, D]) -> [B, Hq, S, D]`,
 #: where the T new context rows stand before the S block rows.
@@ -100,11 +102,24 @@ class DFlashLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class FeatureAdapter(nn.Module):
+    """One projection of every feature layer's output to the drafter's width (JetSpec)."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Outputs of feature layers `[..., H_target]`, or several of them side by side, at the width H."""
+        width = self.proj.in_features
+        return cast(torch.Tensor, self.proj(features.unflatten(-1, (-1, width)))).flatten(-2)
+
+
 class DFlashDrafter(LoudLoading, BlockDrafter):
     """Drafts the rest of a block in one forward from the features of the positions before it.
 
-    Tensor names are those of z-lab's checkpoints, which `from_pretrained` loads as they are. The model borrows the
-    target's input embedding and head, so it has no vocabulary of its own.
+    Tensor names are those of the published checkpoints (see `dialects`), which `from_pretrained` loads as they are.
+    The model borrows the target's input embedding and head, unless its checkpoint ships its own.
     """
 
     config_class: type[DFlashConfig] = DFlashConfig
@@ -126,6 +141,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         checks.embeddings,
         checks.logits,
     )
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^verifier_(norm|lm_head)\."]
 
     #: Default decoding options of this drafter, and the report of the last call that used it.
     treespec_config: Any = None
@@ -134,10 +150,21 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList(DFlashLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        width = config.hidden_size if config.feature_adapter else config.target_hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.hidden_dim_adapter = FeatureAdapter(config) if config.feature_adapter else None
+        vocabulary = config.vocab_size or 0
+        columns = config.draft_vocab_size or vocabulary
+        self.embed_tokens = nn.Embedding(vocabulary, config.hidden_size) if config.own_embedding else None
+        self.lm_head = nn.Linear(config.hidden_size, columns, bias=False) if config.own_head else None
+        reduced = config.draft_vocab_size is not None
+        #: Token of each column of the head, less the column, long `[draft_vocab_size]`.
+        self.register_buffer("d2t", torch.zeros(columns, dtype=torch.long) if reduced else None)
+        #: Which tokens have a column, bool `[vocab_size]`.
+        self.register_buffer("t2d", torch.arange(vocabulary) < columns if reduced else None)
         self.post_init()
 
     @classmethod
@@ -145,16 +172,68 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         """Whether a checkpoint is one of this family, from its `config.json` and, where known, its tensors."""
         if config.get("model_type") == DFlashConfig.model_type:
             return True
-        if not is_zlab(config) or "treeflash_config" in config:
+        if "treeflash_config" in config or find_dialect(config) is None:
             return False
-        parts = ("layers.", "fc.", "hidden_norm.", "norm.")
-        return not tensor_names or ("fc.weight" in tensor_names and all(n.startswith(parts) for n in tensor_names))
+        return cls.refusal(config) is None and fits(tensor_names)
+
+    @classmethod
+    def refusal(cls, config: dict[str, Any]) -> str | None:
+        return convert_deepspec.refusal(config)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Loads a drafter in this package's format or a published dialect; see `LoudLoading.from_pretrained`.
+
+        Raises:
+            ValueError: Tensors are missing, unexpected or have another shape, or `d2t` and `t2d` contradict each
+                other; the message names them.
+        """
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        ids, present = model.target_ids, model.own("t2d")
+        if ids is not None and ids.sort().values.tolist() != present.nonzero().flatten().tolist():
+            raise ValueError(
+                "d2t and t2d contradict each other: the token of column i is i + d2t[i], and these must be the "
+                f"{int(present.sum())} distinct tokens that t2d marks. A d2t of token ids instead of offsets does not "
+                "fit; subtract the column from each."
+            )
+        return loaded
+
+    @property
+    def drafted_depths(self) -> int:
+        return self.config.drafted_depths
+
+    def own(self, name: str) -> Any:
+        """A module or tensor that a checkpoint may have beyond the layers; None where this one has it not."""
+        return getattr(self.backbone, name, None)
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """Token of each column of its own head, long `[draft_vocab_size]`; None = they are the same."""
+        d2t = self.own("d2t")
+        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
+
+    def borrow(self, target: PreTrainedModel) -> TargetModules:
+        """The embedding and the head to draft with: the target's, and in their place what this drafter has itself."""
+        embedding, head = self.own("embed_tokens"), self.own("lm_head")
+        if embedding is None and head is None:
+            return TargetModules(target)
+        return DraftVocabulary(target, embedding, head, self.target_ids)
 
     def fuse(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Contribution `[B, T, H]` of the `index`-th feature layer's output `[B, T, H_target]` to the features."""
-        width = self.config.target_hidden_size
+        width = self.fc.in_features // len(self.config.target_layer_ids)
         weight = self.fc.weight[:, index * width : (index + 1) * width]
-        return F.linear(hidden.to(weight.device, weight.dtype), weight)
+        return F.linear(self.adapt(hidden.to(weight.device, weight.dtype)), weight)
+
+    def adapt(self, features: torch.Tensor) -> torch.Tensor:
+        """Feature layers' outputs, one or several side by side, at the width that `fc` takes."""
+        adapter = self.own("hidden_dim_adapter")
+        return features if adapter is None else adapter(features)
+
+    def fuse_all(self, features: torch.Tensor) -> torch.Tensor:
+        """Context rows `[B, T, H]` of the feature layers' outputs, concatenated, `[B, T, layers · H_target]`."""
+        return self.hidden_norm(self.fc(self.adapt(features.to(self.fc.weight.dtype))))
 
     def decode(
         self, block: torch.Tensor, context: torch.Tensor | None, positions: torch.Tensor, attend: Attend
@@ -204,9 +283,30 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
             position_ids: Their positions, then the block's, long `[B, T + S]`; counted on from the cache when None.
             attention_mask: 1 for every real column of cache, context and block, `[B, columns]`; None = all.
             cache: Where keys and values of earlier rounds are; the caller crops the block off again.
+
+        Raises:
+            ValueError: The drafter has its own embedding or head, or predicts from the anchor's row: that loop takes
+                the target's, and leaves the row out.
         """
+        config = self.config
+        if config.own_embedding or config.own_head or config.sample_from_anchor:
+            raise ValueError(
+                "transformers' DFlash loop drafts with the target's embedding and head from the masks' rows; this "
+                f"drafter has own_embedding={config.own_embedding}, own_head={config.own_head}, sample_from_anchor="
+                f"{config.sample_from_anchor}. Leave out speculation_type, and this package's own loop drafts."
+            )
         cache = cache if cache is not None else kwargs.get("past_key_values")
-        context = self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))
+        return self._append_and_decode(noise_embeds, context_hidden_states, position_ids, attention_mask, cache)
+
+    def _append_and_decode(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Any = None,
+    ) -> BaseModelOutput:
+        context = self.fuse_all(context_hidden_states)
         block = noise_embeds.to(context.dtype)
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
@@ -223,6 +323,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
                 valid,
                 self.config.layer_window(layer),
                 self.config.layer_is_causal(layer),
+                self.config.window_from,
             )
             return grouped_attention(queries, keys, values, mask)
 
@@ -233,9 +334,10 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         """Hidden states `[1, block_size, H]` of a block over four random features."""
         config, weight = self.config, self.fc.weight
         generator = torch.Generator().manual_seed(0)
+        width = len(config.target_layer_ids) * config.target_hidden_size
         block = torch.randn(1, config.block_size, config.hidden_size, generator=generator).to(weight)
-        features = torch.randn(1, 4, self.fc.in_features, generator=generator).to(weight)
-        return self(block, features).last_hidden_state
+        features = torch.randn(1, 4, width, generator=generator).to(weight)
+        return self._append_and_decode(block, features).last_hidden_state
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
         """Opens a session for one `generate` call; see `DFlashSession`."""
@@ -250,6 +352,7 @@ def block_mask(
     valid: torch.Tensor | None,
     window: int | None,
     is_causal: bool,
+    window_from: str = "row",
 ) -> torch.Tensor | None:
     """Which columns block rows see, bool `[B or 1, 1, S or 1, columns]`; None = all of them.
 
@@ -259,10 +362,12 @@ def block_mask(
         valid: Columns that hold something, bool `[B, columns]`; None = all.
         window: Positions a row reaches back, itself included; None = all.
         is_causal: Whether a block row sees only block rows up to itself.
+        window_from: Of `"anchor"`, the window is that many positions before the block, and the block besides.
     """
     mask = None if valid is None else valid[:, None, None]
     if window is not None and key_positions.shape[1] > window:
-        near = query_positions[:, None, :, None] - key_positions[:, None, None] < window
+        origins = query_positions if window_from == "row" else query_positions[:, :1] - 1
+        near = origins[:, None, :, None] - key_positions[:, None, None] < window
         mask = near if mask is None else mask & near
     if is_causal:
         past = query_positions[:, None, :, None] >= key_positions[:, None, None]

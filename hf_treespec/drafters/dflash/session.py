@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ...configuration import TreeSpecConfig
 from ...transfer import to_device
 from ...trees import DraftLattice
-from ..base import DraftSession, DraftState, TargetModules
+from ..base import DraftSession, DraftState
 from .modeling_dflash import DFlashDrafter, block_mask, grouped_attention
 
 _SMALLEST_CAPACITY = 64
@@ -57,7 +57,7 @@ class DFlashSession(DraftSession):
 
     def __init__(self, drafter: DFlashDrafter, target: PreTrainedModel, batch_size: int, max_length: int) -> None:
         config, weight = drafter.config, drafter.fc.weight
-        self.drafter, self.modules = drafter, TargetModules(target)
+        self.drafter, self.modules = drafter, drafter.borrow(target)
         self.feature_layers = tuple(config.target_layer_ids)
         self.buffers = ContextBuffers(drafter, batch_size)
         layers = range(config.num_hidden_layers)
@@ -98,11 +98,16 @@ class DFlashSession(DraftSession):
 
     @torch.no_grad()
     def propose(self, state: DraftState) -> DraftLattice:
-        logits = self.modules.logits(self.draft(state)[:, 1 : state.depth + 1])
+        logits = self.modules.logits(self.drafted(self.draft(state), state.depth))
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        best, tokens = logits.topk(min(state.width, logits.shape[-1]))
-        return DraftLattice.marginal(tokens, best - logits.logsumexp(-1, keepdim=True))
+        best, columns = logits.topk(min(state.width, logits.shape[-1]))
+        return DraftLattice.marginal(self.modules.tokens(columns), best - logits.logsumexp(-1, keepdim=True))
+
+    def drafted(self, block: torch.Tensor, depth: int) -> torch.Tensor:
+        """The rows of a block `[B, block_size, H]` that predict depths 1 to `depth`, `[B, depth, H]`."""
+        first = self.drafter.config.first_slot
+        return block[:, first : first + depth]
 
     @torch.no_grad()
     def draft(self, state: DraftState) -> torch.Tensor:
@@ -124,7 +129,7 @@ class DFlashSession(DraftSession):
             append.write(layer, keys, values)
             kind = self.kinds[layer]
             if kind not in views:
-                views[kind] = append.view(*kind)
+                views[kind] = append.view(*kind, self.drafter.config.window_from)
             first, mask = views[kind]
             keys, values = self.buffers.storage[layer, :, :, :, first : append.end]
             return grouped_attention(queries, keys, values, mask)
@@ -181,7 +186,7 @@ class _Append:
         self._store(self.buffers.storage[layer, 0], keys)
         self._store(self.buffers.storage[layer, 1], values)
 
-    def view(self, window: int | None, is_causal: bool) -> tuple[int, torch.Tensor | None]:
+    def view(self, window: int | None, is_causal: bool, window_from: str) -> tuple[int, torch.Tensor | None]:
         """The first column that a kind of layer reads, and which columns from there on its block rows see."""
         assert self.block_positions is not None
         shortest = min(self.lengths)
@@ -193,7 +198,7 @@ class _Append:
             columns = torch.arange(first, self.end, device=positions.device)
             lengths = to_device(self.lengths, positions.device)[:, None]
             held = (columns < lengths) | (columns >= self.context_end)
-        return first, block_mask(self.block_positions, positions, held, window, is_causal)
+        return first, block_mask(self.block_positions, positions, held, window, is_causal, window_from)
 
     def finish(self) -> None:
         """Makes the context rows part of the context; the block's stay scratch."""

@@ -48,7 +48,7 @@ class TreeFlashSession(DFlashSession):
 
     @torch.no_grad()
     def propose(self, state: DraftState) -> DraftLattice:
-        hidden = self.denoise(state)[:, 1 : state.depth + 1]
+        hidden = self.drafted(self.denoise(state), state.depth)
         normed = self.drafter.norm(hidden)
         base = tempered(self.modules.logits(normed), self.temperature)
         width = min(state.width, self.candidates or base.shape[-1])
@@ -57,7 +57,8 @@ class TreeFlashSession(DFlashSession):
 
         shortlist = base.topk(self.candidates or max(self.parents, width if discount else 1))
         parents = shortlist.indices[:, :-1, : self.parents]
-        previous, depths = rows_of_parents(state.anchors.to(base.device), parents)
+        # Parents and children are columns of the head until the end; the drafter looks back at tokens.
+        previous, depths = rows_of_parents(state.anchors.to(base.device), self.modules.tokens(parents))
         depths = depths.to(hidden.device)
         corrected = self.approximation(
             self.modules.embed(previous, hidden.dtype).to(hidden.device),
@@ -70,7 +71,8 @@ class TreeFlashSession(DFlashSession):
             tokens = torch.cat([tokens, shortlist.indices[:, :, None, :width]], dim=2)
             log_probs = torch.cat([log_probs, marginal[:, :, None]], dim=2)
         log_probs[:, 0, 1:] = -torch.inf
-        return DraftLattice(tokens, log_probs, child_slots(tokens, parents, self.parents if discount else -1))
+        slots = child_slots(tokens, parents, self.parents if discount else -1)
+        return DraftLattice(self.modules.tokens(tokens), log_probs, slots)
 
     def _score(
         self, rows: torch.Tensor, shortlist: torch.Tensor, base: torch.Tensor, width: int
