@@ -51,7 +51,8 @@ def families() -> tuple[type[BlockDrafter], ...]:
 
 def find_family(config: Mapping[str, Any], tensor_names: frozenset[str] = frozenset()) -> type[BlockDrafter] | None:
     """The drafter class of a checkpoint, from its `config.json` and, where known, the names of its tensors."""
-    for family in families():
+    # A family that refines another one is asked first: its checkpoints look like the other's with more in them.
+    for family in sorted(families(), key=lambda family: len(family.__mro__), reverse=True):
         if cast(DrafterFamily, family).recognises(dict(config), tensor_names):
             return family
     return None

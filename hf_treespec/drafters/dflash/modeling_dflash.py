@@ -125,6 +125,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
     config_class: type[DFlashConfig] = DFlashConfig
     config: DFlashConfig
     main_input_name = "noise_embeds"
+    layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
     _no_split_modules: ClassVar[list[str]] = ["DFlashLayer"]
     rules: ClassVar[Sequence[checks.Rule]] = (
         checks.decoder_only,
@@ -149,7 +150,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(DFlashLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config, layer) for layer in range(config.num_hidden_layers))
         width = config.hidden_size if config.feature_adapter else config.target_hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -1,0 +1,89 @@
+"""Configuration of the DFlash 2 drafter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..dflash import DFlashConfig
+from .convert_dflash2 import convert_config, is_published
+
+
+class DFlash2Config(DFlashConfig):
+    """What a DFlash 2 drafter is: a DFlash drafter, convolutions along its block, and a selector of candidates.
+
+    The defaults of the four sizes are those of the published checkpoints.
+
+    Args:
+        conv_kernel_size: Taps of a convolution: the rows of the block, itself included, that a row mixes.
+        conv_group_size: Neighbouring channels that share the input-dependent part of a kernel.
+        selector_rank: Width of the selector's codebooks.
+        selector_top_k: Candidates of each depth that the selector chooses among; both M and K of the lattice.
+        input_embedding_scale: What the rows of the target's embedding are multiplied by, and all that happens to them;
+            None = they are embedded as the target embeds them.
+        output_multiplier: What the logits of the target's head are multiplied by; None = as the target scales them.
+        final_logit_softcapping: Bound c of the multiplied logits, `c · tanh(logits / c)`; 0 = no bound, None = the
+            target's own.
+        kwargs: Fields of `DFlashConfig`; a drafter needs `vocab_size`.
+
+    Raises:
+        ValueError: A value contradicts another one.
+    """
+
+    model_type = "treespec_dflash2"
+
+    def __init__(
+        self,
+        conv_kernel_size: int = 2,
+        conv_group_size: int = 16,
+        selector_rank: int = 256,
+        selector_top_k: int = 16,
+        input_embedding_scale: float | None = None,
+        output_multiplier: float | None = None,
+        final_logit_softcapping: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.conv_kernel_size = conv_kernel_size
+        self.conv_group_size = conv_group_size
+        self.selector_rank = selector_rank
+        self.selector_top_k = selector_top_k
+        self.input_embedding_scale = input_embedding_scale
+        self.output_multiplier = output_multiplier
+        self.final_logit_softcapping = final_logit_softcapping
+        super().__init__(**kwargs)
+
+    def _validate_fields(self) -> None:
+        super()._validate_fields()
+        if not 1 <= self.conv_kernel_size <= self.block_size:
+            raise ValueError(
+                f"conv_kernel_size is {self.conv_kernel_size}; a convolution has at least one tap and at most one for "
+                f"each of the {self.block_size} rows of a block."
+            )
+        if self.conv_group_size < 1 or self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size is {self.conv_group_size}; it must divide hidden_size ({self.hidden_size})."
+            )
+        for name in ("selector_rank", "selector_top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is at least 1.")
+        for name in ("input_embedding_scale", "output_multiplier"):
+            factor = getattr(self, name)
+            if factor is not None and not (0.0 < factor < math.inf):
+                raise ValueError(f"{name} is {factor}; it is a positive number, or None.")
+        softcap = self.final_logit_softcapping
+        if softcap is not None and not (0.0 <= softcap < math.inf):
+            raise ValueError(f"final_logit_softcapping is {softcap}; it is a positive number, 0, or None.")
+        for layer, kind in enumerate(self.layer_types):
+            # The method bounds a row's view of the rows ahead of it too, which says something only in such a window.
+            short = kind == "sliding_attention" and (self.sliding_window or 0) < self.block_size
+            if short and not self.layer_is_causal(layer):
+                raise ValueError(
+                    f"sliding_window ({self.sliding_window}) of layer {layer}, which is not causal, is below "
+                    f"block_size ({self.block_size}); the rows of a block must see each other."
+                )
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads `config.json`, in this package's format or in the published one."""
+        config_dict, unused = super(DFlashConfig, cls).get_config_dict(*args, **kwargs)
+        return (convert_config(config_dict) if is_published(config_dict) else config_dict), unused
