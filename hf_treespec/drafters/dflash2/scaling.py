@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..base import TargetModules
+from ..base import TargetModules, _alive
 from .configuration_dflash2 import DFlash2Config
 
 
@@ -25,8 +25,7 @@ class ScaledTargetModules(TargetModules):
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._input_scale is None:
             return super().embed(token_ids, dtype)
-        embedding, token_ids = self._embedding(), token_ids.to(self._embedding_device)
-        assert embedding is not None
+        embedding, token_ids = _alive(self._embedding), token_ids.to(self._embedding_device)
         # The scale is one of the table's rows: whatever a target's own class does to them is left out.
         own = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
         rows: torch.Tensor = nn.Embedding.forward(embedding, token_ids) if own else embedding(token_ids)
