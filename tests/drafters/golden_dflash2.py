@@ -7,8 +7,8 @@ transformers 5.24.0 and torch 2.13.0 on a CPU in float32:
     PYTHONPATH=published python tests/drafters/golden_dflash2.py
 
 For each case it holds the block's final states `[S, H]` of `DFlash2DraftModel.forward` over the whole context without
-a cache, and what `propose` says to rows 1 to S − 1 of them: the greedy path, and at the temperature a sampled path with
-the candidates and their probabilities at each of its steps (`[D, K]`, in no order).
+a cache, and what `propose` says to rows 1 to S − 1 of them: the greedy path, and at the temperature a sampled path
+with the candidates and their probabilities at each of its steps (`[D, K]`, in no order).
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def published_outputs(config: dict[str, Any]) -> dict[str, Any]:
     block = torch.tensor([[ANCHOR, *[MASK] * (BLOCK - 1)]])
     scale = config["dflash_config"].get("input_embedding_scale", 1.0)
     states = model(
-        position_ids=torch.arange(CONTEXT + BLOCK)[None], noise_embedding=embedding[block] * scale, target_hidden=features
+        position_ids=torch.arange(CONTEXT + BLOCK)[None],
+        noise_embedding=embedding[block] * scale,
+        target_hidden=features,
     )
     torch.manual_seed(0)
     anchors = torch.tensor([ANCHOR])
