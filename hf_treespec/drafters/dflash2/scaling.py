@@ -27,8 +27,11 @@ class ScaledTargetModules(TargetModules):
             return super().embed(token_ids, dtype)
         embedding, token_ids = _alive(self._embedding), token_ids.to(self._embedding_device)
         # The scale is one of the table's rows: whatever a target's own class does to them is left out.
-        own = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
-        rows: torch.Tensor = nn.Embedding.forward(embedding, token_ids) if own else embedding(token_ids)
+        rows: torch.Tensor
+        if isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward:
+            rows = nn.Embedding.forward(embedding, token_ids)
+        else:
+            rows = embedding(token_ids)
         return (rows * self._input_scale if self._input_scale != 1.0 else rows).to(dtype)
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
