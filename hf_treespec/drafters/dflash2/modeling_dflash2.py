@@ -14,13 +14,15 @@ z-lab and Inco AI, 2026 (inco.ai/blog/dflash2). Facts and mathematics are those 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ..base import TargetModules
+from .. import checks
+from ..base import BlockDrafter, TargetModules
 from ..dflash import DFlashConfig, DFlashDrafter
 from ..dflash.modeling_dflash import Attend, DFlashLayer
 from ..loading import is_loading
@@ -58,19 +60,41 @@ class DFlash2Layer(DFlashLayer):
         return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
 
 
+def wide_range(drafter: BlockDrafter, target: PreTrainedModel | None = None) -> Iterator[checks.Finding]:
+    """No part of the drafter is in float16, whose range the method leaves.
+
+    The features of real text drive the residual stream of the published drafters beyond it: drafts turn into NaN and
+    nothing is accepted (vllm-project/vllm#55250, bstnxbt/dflash-mlx#60). Random features, which `checks.finite` looks
+    at, may not show it.
+    """
+    halves = [name for name, parameter in drafter.named_parameters() if parameter.dtype == torch.float16]
+    if not halves:
+        yield checks.Finding("precision", checks.Status.fits, str(drafter.dtype).removeprefix("torch."))
+        return
+    yield checks.Finding(
+        "precision",
+        checks.Status.wrong,
+        f"{len(halves)} tensors of the drafter are float16 ({halves[0]}, …)",
+        "a DFlash 2 drafter overflows in it and none of its drafts are accepted",
+        "Load it with dtype=torch.bfloat16 or dtype=torch.float32, or cast it with .to(torch.bfloat16); the target "
+        "may keep its dtype.",
+    )
+
+
 class DFlash2Drafter(DFlashDrafter):
     """Drafts a block as DFlash does, and scores its candidates in pairs of neighbouring depths.
 
     Tensor names are those of the published checkpoints, which `from_pretrained` loads as they are.
 
-    In float16 the residual stream of the published drafters overflows: drafts turn into NaN and nothing is accepted
-    (vllm-project/vllm#55250, bstnxbt/dflash-mlx#60). A drafter of that dtype is refused, at loading and before
-    drafting; bfloat16 and float32 hold the range.
+    A drafter in float16 is refused, at loading and when it is attached; see `wide_range`.
     """
 
     config_class: type[DFlash2Config] = DFlash2Config
     config: DFlash2Config
     layer_class: ClassVar[type[DFlashLayer]] = DFlash2Layer
+    rules: ClassVar[Sequence[checks.Rule]] = tuple(
+        wide_range if rule is checks.precision else rule for rule in DFlashDrafter.rules
+    )
     _no_split_modules: ClassVar[list[str]] = ["DFlash2Layer"]
 
     def __init__(self, config: DFlash2Config) -> None:
@@ -86,7 +110,9 @@ class DFlash2Drafter(DFlashDrafter):
             ValueError: Tensors are missing, unexpected or have another shape, or it would be in float16.
         """
         loaded = super().from_pretrained(*args, **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded)._refuse_float16()
+        for finding in wide_range(loaded[0] if isinstance(loaded, tuple) else loaded):
+            if finding.status is checks.Status.wrong:
+                raise ValueError(str(finding))
         return loaded
 
     @classmethod
@@ -101,15 +127,6 @@ class DFlash2Drafter(DFlashDrafter):
             and all(name.startswith(_PARTS) for name in tensor_names)
         )
 
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Checks that this drafter can draft for `target`.
-
-        Raises:
-            ValueError: It cannot, or it is in float16; the message names the rule, the value and the fix.
-        """
-        super().check_target(target)
-        self._refuse_float16()
-
     def borrow(self, target: PreTrainedModel) -> TargetModules:
         return ScaledTargetModules(target, self.config)
 
@@ -118,15 +135,6 @@ class DFlash2Drafter(DFlashDrafter):
         from .session import DFlash2Session
 
         return DFlash2Session(self, target, batch_size, max_length)
-
-    def _refuse_float16(self) -> None:
-        halves = [name for name, parameter in self.named_parameters() if parameter.dtype == torch.float16]
-        if halves:
-            raise ValueError(
-                f"{len(halves)} tensors of the drafter are float16 ({halves[0]}, …), in which a DFlash 2 drafter "
-                "overflows and none of its drafts are accepted. Load it with dtype=torch.bfloat16 or "
-                "dtype=torch.float32, or cast it back with .to(torch.bfloat16); the target may keep its dtype."
-            )
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         super()._init_weights(module)

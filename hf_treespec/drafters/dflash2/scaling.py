@@ -34,8 +34,8 @@ class ScaledTargetModules(TargetModules):
             rows = embedding(token_ids)
         return (rows * self._input_scale if self._input_scale != 1.0 else rows).to(dtype)
 
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self._output_multiplier is None:
-            return super()._scaled(logits)
+            return super().scaled(logits)
         logits = logits * self._output_multiplier
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
