@@ -14,6 +14,8 @@ from torch import nn
 from hf_treespec import TreeSpecConfig
 from hf_treespec.drafters import DraftState, TargetModules
 from hf_treespec.drafters.dflash2 import DFlash2Config, DFlash2Session, DynamicConvolution
+from hf_treespec.training.blocks import draft_blocks
+from hf_treespec.training.teacher import teacher_forward
 from hf_treespec.trees import DraftLattice, expand
 from hf_treespec.trees.expansion import expand_levels
 
@@ -133,6 +135,19 @@ def test_session_equals_the_forward(kind: str):
         embedded = TARGET.get_input_embeddings()(block) * scale
         assert_close(hidden, drafter.decode(embedded, context, positions, attend))
         done = anchor
+
+
+@torch.no_grad()
+def test_training_blocks_equal_the_session():
+    """Blocks that stand side by side in one forward are convolved each for itself."""
+    drafter, tokens, anchors = tiny_dflash2(TARGET, conv_kernel_size=3), tokens_of(2), [1, 8, 9, 30]
+    session = drafter.start(TARGET, 2, 64)
+    features = fused_features(session, TARGET, tokens)
+    raw, _ = teacher_forward(TARGET, tokens, session.feature_layers)
+    together = draft_blocks(drafter, session.modules, tokens, raw, torch.tensor(anchors).expand(2, -1))
+    for index, anchor in enumerate(anchors):
+        hidden = drafter.start(TARGET, 2, 64).draft(state(tokens, features, 0, anchor))
+        assert_close(together[:, index], hidden[:, 1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
