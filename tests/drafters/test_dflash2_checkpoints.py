@@ -331,6 +331,8 @@ def test_a_drafter_needs_to_know_the_vocabulary():
         ({"conv_kernel_size": 0}, "conv_kernel_size is 0"),
         ({"conv_kernel_size": 17}, "at most one for each of the 16 rows"),
         ({"conv_group_size": 48}, r"conv_group_size is 48; it must divide hidden_size \(512\)"),
+        ({"sample_from_anchor": True}, r"\['sample_from_anchor'\] of a DFlash 2 drafter are true"),
+        ({"own_head": True, "own_embedding": True, "vocab_size": 9}, r"\['own_embedding', 'own_head'\]"),
         ({"selector_rank": 0}, "selector_rank is 0"),
         ({"selector_top_k": 0}, "selector_top_k is 0"),
         ({"input_embedding_scale": 0.0}, "input_embedding_scale is 0.0"),

@@ -24,7 +24,7 @@ class DFlash2Config(DFlashConfig):
         output_multiplier: What the logits of the target's head are multiplied by; None = as the target scales them.
         final_logit_softcapping: Bound c of the multiplied logits, `c · tanh(logits / c)`; 0 = no bound, None = the
             target's own.
-        kwargs: Fields of `DFlashConfig`; a drafter needs `vocab_size`.
+        kwargs: Fields of `DFlashConfig`; a drafter needs `vocab_size`, and has no embedding or head of its own.
 
     Raises:
         ValueError: A value contradicts another one.
@@ -54,6 +54,12 @@ class DFlash2Config(DFlashConfig):
 
     def _validate_fields(self) -> None:
         super()._validate_fields()
+        foreign = [name for name in ("own_embedding", "own_head", "sample_from_anchor") if getattr(self, name)]
+        if foreign:
+            raise ValueError(
+                f"{foreign} of a DFlash 2 drafter are true; the method takes the target's embedding and head, whose "
+                "tokens the codebooks are of, and drafts from the masks' rows alone. Leave them out."
+            )
         if not 1 <= self.conv_kernel_size <= self.block_size:
             raise ValueError(
                 f"conv_kernel_size is {self.conv_kernel_size}; a convolution has at least one tap and at most one for "

@@ -4,10 +4,10 @@ It is z-lab's second DFlash dialect under the architecture `DFlash2DraftModel`, 
 `dflash_config`; the public loaders (PyPI `dflash` 0.1.0, vllm-project/vllm#52816) read the same ones. Tensors need no
 conversion: their names are the same.
 
-What a checkpoint leaves out has the meaning it has there: no `is_causal` makes sliding layers causal and full ones
-not, no scale is 1, no soft cap is none. `z-lab/Qwen3.8-27B-DFlash2` (blocks of 8) states none of the three scales,
-`z-lab/Muse-Glimmer-30B-DFlash2` (blocks of 16) the multiplier and the soft cap; both have five sliding layers of
-window 2048 and `is_causal` false.
+What a checkpoint leaves out has the meaning it has there: no scale is 1, no soft cap is none, and without `is_causal`
+sliding layers are causal and full ones not, as in all of z-lab's dialect. `z-lab/Qwen3.8-27B-DFlash2` (blocks of 8)
+states none of the three scales, `z-lab/Muse-Glimmer-30B-DFlash2` (blocks of 16) the multiplier and the soft cap; both
+have five sliding layers of window 2048 and `is_causal` false.
 """
 
 from __future__ import annotations
@@ -68,6 +68,4 @@ def convert_config(config: Mapping[str, Any]) -> dict[str, Any]:
     fields |= {name: field(name) for name in (*_SIZES, "vocab_size")}
     fields |= {name: float(field(name, default)) for name, default in _SCALES.items()}
     fields["model_type"] = _MODEL_TYPE
-    if field("is_causal", field("causal_head")) is None and fields.get("layer_types"):
-        fields["is_causal"] = [kind == "sliding_attention" for kind in fields["layer_types"]]
     return fields

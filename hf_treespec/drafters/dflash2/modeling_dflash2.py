@@ -128,6 +128,7 @@ class DFlash2Drafter(DFlashDrafter):
         )
 
     def borrow(self, target: PreTrainedModel) -> TargetModules:
+        """The target's embedding and head, with the scales that the configuration states."""
         return ScaledTargetModules(target, self.config)
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:

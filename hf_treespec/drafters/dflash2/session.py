@@ -29,7 +29,7 @@ class DFlash2Session(DFlashSession):
 
     @torch.no_grad()
     def propose(self, state: DraftState) -> DraftLattice:
-        states = self.draft(state)[:, 1 : state.depth + 1]
+        states = self.drafted(self.draft(state), state.depth)
         unary, candidates = self.modules.logits(states).topk(self.candidates)
         # Before depth 1 stands the anchor; of its slots only the first counts.
         anchors = state.anchors.to(candidates.device)[:, None, None].expand(-1, 1, self.candidates)
