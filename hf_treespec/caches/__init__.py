@@ -2,6 +2,6 @@
 
 from .capabilities import UnsupportedCacheError, grow_static
 from .commit import TreeCache, scratch_forward
-from .tree_layers import TreeLayer
+from .tree_layers import TreeLayer, TreeStaticLayer
 
-__all__ = ["TreeCache", "TreeLayer", "UnsupportedCacheError", "grow_static", "scratch_forward"]
+__all__ = ["TreeCache", "TreeLayer", "TreeStaticLayer", "UnsupportedCacheError", "grow_static", "scratch_forward"]

@@ -28,58 +28,11 @@ from transformers import Cache, PreTrainedModel
 from ...attention.interface import ARMED, TreeAttention
 from ...attention.masks import LayerKind, layer_kinds
 from ...caches import TreeLayer
-from ...transfer import to_device
 from .layout import attention_of, decoder_of, is_linear, projections_of
+from .mask_rows import MaskRows, Ride, RopeCall
 
 #: The tuning whose hooks act in this context: the last one attached.
 _IN_FORCE: ContextVar[AttentionTuning | None] = ContextVar("treespec_attention_tuning", default=None)
-
-
-@dataclass(frozen=True)
-class MaskRows:
-    """Mask rows that ride behind a forward's N clean rows.
-
-    Attributes:
-        embeddings: Hidden states they enter with, `[H]` for all alike or `[B, M, H]`.
-        nodes: Clean row whose view each shares, long `[B, M]`.
-        steps: Positions from that row to it, long `[B, M]`.
-        groups: Rows of one group see each other both ways, long `[B, M]`.
-        depths: Positions of the clean rows from the first one behind the cache, long `[B, N]`.
-    """
-
-    embeddings: torch.Tensor
-    nodes: torch.Tensor
-    steps: torch.Tensor
-    groups: torch.Tensor
-    depths: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _RopeCall:
-    """A call of a rotary module, so that it can be repeated for other positions."""
-
-    module: nn.Module
-    states: torch.Tensor
-    positions: torch.Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-    @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> _RopeCall:
-        rest = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
-        states = args[0] if args else kwargs["x"]
-        if "position_ids" in kwargs:
-            return cls(module, states, kwargs["position_ids"], args[1:], rest, output)
-        return cls(module, states, args[1], args[2:], rest, output)
-
-    def at(self, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the module answers for other positions `[…, B, M]`."""
-        # The forward itself: a call would run the hook that notes calls.
-        angles: tuple[torch.Tensor, ...] = self.module.forward(
-            states, positions.to(states.device), *self.args, **self.kwargs
-        )
-        return angles
 
 
 @dataclass(frozen=True)
@@ -89,73 +42,7 @@ class _LayerCall:
     kwargs: dict[str, Any]
     cache_name: str
     has_positions: bool
-    rope: _RopeCall
-
-
-class _Ride:
-    """Mask rows on their way through the layers of one forward."""
-
-    def __init__(self, rows: MaskRows) -> None:
-        self.rows = rows
-        self.count = rows.nodes.shape[1]
-        self.hidden: torch.Tensor | None = None
-        self.positions: torch.Tensor | None = None
-        self.masks: dict[tuple[LayerKind, torch.device], torch.Tensor] = {}
-        self.ropes: list[tuple[_RopeCall, tuple[torch.Tensor, ...]]] = []
-        #: What the layer under way was called with, before the rows were put in.
-        self.clean_call: dict[str, Any] = {}
-
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows as they stand before a layer, on the device and in the dtype of its clean rows `[B, N, H]`."""
-        rows = self.rows.embeddings if self.hidden is None else self.hidden
-        rows = rows.to(hidden.device, hidden.dtype)
-        return rows.expand(hidden.shape[0], self.count, -1)
-
-    def place(self, clean: torch.Tensor) -> torch.Tensor:
-        """Positions of the rows `[…, B, M]`, from those of the clean rows `[…, B or 1, N]`."""
-        nodes = self.rows.nodes.to(clean.device)
-        lead = clean.shape[:-2]
-        known = clean.expand(*lead, nodes.shape[0], clean.shape[-1])
-        positions: torch.Tensor = known.gather(-1, nodes.expand(*lead, *nodes.shape)) + self.rows.steps.to(
-            clean.device
-        )
-        return positions
-
-    def rope(self, call: _RopeCall) -> tuple[torch.Tensor, ...]:
-        for known, angles in self.ropes:
-            if known is call:
-                return angles
-        assert self.positions is not None
-        angles = call.at(self.positions, call.states)
-        self.ropes.append((call, angles))
-        return angles
-
-    def mask(self, kind: LayerKind, clean: torch.Tensor, cached: TreeLayer | None) -> torch.Tensor:
-        """What the rows see, `[B, 1, M, K + M]`, from the clean rows' additive mask `[B or 1, 1, N, K]`."""
-        key = (kind, clean.device)
-        if key not in self.masks:
-            self.masks[key] = self._mask(kind, clean, cached)
-        return self.masks[key]
-
-    def _mask(self, kind: LayerKind, clean: torch.Tensor, cached: TreeLayer | None) -> torch.Tensor:
-        rows, device, hidden = self.rows, clean.device, torch.finfo(clean.dtype).min
-        nodes, groups = rows.nodes.to(device), rows.groups.to(device)
-        batch, columns = nodes.shape[0], clean.shape[-1]
-        below = clean.expand(batch, -1, -1, -1)
-        below = below.gather(2, nodes[:, None, :, None].expand(-1, 1, -1, columns))
-        own = groups[:, :, None] == groups[:, None, :]
-        if kind.window is not None:
-            depths, steps = rows.depths.to(device), rows.steps.to(device)
-            place = depths.gather(1, nodes) + steps
-            known = depths
-            if cached is not None:
-                prefix = torch.arange(columns - depths.shape[1], device=device) + cached.view_offset()
-                known = torch.cat([prefix - to_device(cached.rows.lengths, device)[:, None], depths], 1)
-            far = place[:, :, None] - known[:, None, :] >= kind.window
-            below = below.masked_fill(far[:, None], hidden)
-            own = own & (place[:, :, None] - place[:, None, :] < kind.window)
-        beside = torch.zeros(own.shape, dtype=clean.dtype, device=device).masked_fill_(~own, hidden)
-        return torch.cat([below, beside[:, None]], -1)
+    rope: RopeCall
 
 
 class _Tap:
@@ -185,25 +72,30 @@ class AttentionTuning:
     Args:
         tuned: The drafter's layers, each with a `self_attn` of projections under the target's names.
         target: The target.
+        first: Decoder layer that mask rows enter at, 0-based; they pass it and all later ones.
         variant: `"joint"` puts the rows in the clean rows' own layer call, `"twice"` calls each layer again for them.
     """
 
     def __init__(
-        self, tuned: nn.ModuleList, target: PreTrainedModel, variant: Literal["joint", "twice"] = "joint"
+        self,
+        tuned: nn.ModuleList,
+        target: PreTrainedModel,
+        first: int,
+        variant: Literal["joint", "twice"] = "joint",
     ) -> None:
         text = target.config.get_text_config()
         self._decoder, layers = decoder_of(target)
-        self._first = len(layers) - len(tuned)
-        self._layers = list(layers)[self._first :]
+        self._first = first
+        self._layers = list(layers)[first:]
         self._tuned = tuned
         self._kinds = layer_kinds(text)
         self._variant = variant
         self._head_counts = {getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
         self._handles: list[Any] = []
         self._before: AttentionTuning | None = None
-        self._rope_calls: list[_RopeCall] = []
+        self._rope_calls: list[RopeCall] = []
         self._layer_calls: dict[int, _LayerCall] = {}
-        self._ride: _Ride | None = None
+        self._ride: Ride | None = None
         #: Clean rows of the projections under way, and mask rows; None = all rows are clean.
         self._routing: tuple[int, int] | None = None
         self._tail: tuple[int, int, torch.Tensor] | None = None
@@ -257,7 +149,7 @@ class AttentionTuning:
 
     def board(self, rows: MaskRows | None) -> None:
         """Lets rows ride in the next forward of the target in this context; None = let nothing ride."""
-        self._ride = None if rows is None else _Ride(rows)
+        self._ride = None if rows is None else Ride(rows)
         self._routing = self.hidden = None
 
     @contextmanager
@@ -302,7 +194,7 @@ class AttentionTuning:
             States behind the last layer, before the final norm, `[B, M, H]`.
         """
         hidden, cache = embeddings, self.cache
-        angles: list[tuple[_RopeCall, tuple[torch.Tensor, ...]]] = []
+        angles: list[tuple[RopeCall, tuple[torch.Tensor, ...]]] = []
         self._routing = (0, embeddings.shape[1])
         try:
             for index, (layer, kind) in enumerate(zip(self._layers, self.kinds, strict=True)):
@@ -330,7 +222,7 @@ class AttentionTuning:
 
     def _note_rope(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if _IN_FORCE.get() is self:
-            self._rope_calls.append(_RopeCall.of(module, args, kwargs, output))
+            self._rope_calls.append(RopeCall.of(module, args, kwargs, output))
 
     def _enter(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if _IN_FORCE.get() is not self:
@@ -360,7 +252,7 @@ class AttentionTuning:
         return (hidden,), kwargs
 
     def _joined(
-        self, ride: _Ride, index: int, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any], call: _RopeCall
+        self, ride: Ride, index: int, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any], call: RopeCall
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The layer's arguments with the rows behind the clean ones."""
         clean, count, mask = hidden.shape[1], ride.count, kwargs["attention_mask"]
@@ -391,12 +283,17 @@ class AttentionTuning:
     def _leave(self, index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if _IN_FORCE.get() is not self:
             return None
-        last = index == len(self._layers) - 1
+        ride, last = self._ride, index == len(self._layers) - 1
+        if ride is not None:
+            output = self._left(ride, index, layer, output)
         if last:
             self._rope_calls = []
-        ride = self._ride
-        if ride is None:
-            return None
+            if ride is not None:
+                self.hidden, self._ride = ride.hidden, None
+        return output
+
+    def _left(self, ride: Ride, index: int, layer: nn.Module, output: Any) -> Any:
+        """The layer's output of the clean rows alone; the rows' own goes on with them."""
         if self._variant == "joint":
             assert self._routing is not None
             clean, self._routing = self._routing[0], None
@@ -408,11 +305,9 @@ class AttentionTuning:
             self._narrow_attention()
         else:
             self._again(ride, index, layer)
-        if last:
-            self.hidden, self._ride = ride.hidden, None
         return output
 
-    def _again(self, ride: _Ride, index: int, layer: nn.Module) -> None:
+    def _again(self, ride: Ride, index: int, layer: nn.Module) -> None:
         """Calls a layer a second time, for the mask rows alone."""
         assert ride.hidden is not None
         kwargs = dict(ride.clean_call)
@@ -461,11 +356,13 @@ class AttentionTuning:
         name, cache = _cache_among(kwargs)
         if cache is None or not isinstance(cache.layers[self._first + index], TreeLayer):
             return
+        if index and index in self._layer_calls:
+            return
         call = self._rope_call(kwargs.get("position_embeddings"), self._layers[index])
         if index == 0:
             self._cache, self.positions = weakref.ref(cache), call.positions
         if index not in self._layer_calls:
-            known = next((rope for rope in self._ropes() if _same_rope(rope, call)), None)
+            known = next((other.rope for other in self._layer_calls.values() if other.rope.repeats(call)), None)
             self._layer_calls[index] = _LayerCall(
                 {
                     key: value
@@ -474,13 +371,10 @@ class AttentionTuning:
                 },
                 name,
                 kwargs.get("position_ids") is not None,
-                known or replace(call, states=call.states[:0], positions=call.positions[:0], output=None),
+                known or call.form(),
             )
 
-    def _ropes(self) -> Iterator[_RopeCall]:
-        return (call.rope for call in self._layer_calls.values())
-
-    def _rope_call(self, angles: Any, layer: nn.Module) -> _RopeCall:
+    def _rope_call(self, angles: Any, layer: nn.Module) -> RopeCall:
         """The call of a rotary module whose result a layer is handed."""
         if isinstance(angles, tuple):
             for call in self._rope_calls:
@@ -522,10 +416,6 @@ def _cache_among(kwargs: dict[str, Any]) -> tuple[str, Cache | None]:
     return next(((name, value) for name, value in kwargs.items() if isinstance(value, Cache)), ("", None))
 
 
-def _same_rope(one: _RopeCall, other: _RopeCall) -> bool:
-    return one.module is other.module and one.args == other.args and one.kwargs == other.kwargs
-
-
 def _behind(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """`[…, N, D]` and `[…, M, D]` as `[…, N + M, D]`; the leading dimensions broadcast."""
     lead = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
@@ -547,4 +437,6 @@ def _computing_as(base: nn.Module, tuned: nn.Module) -> nn.Module:
     own = copy.copy(base)
     own._parameters = OrderedDict(tuned.named_parameters(recurse=False))
     own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()
+    # A forward that was put on the target's module itself (accelerate does) computes on that module's parameters.
+    own.__dict__.pop("forward", None)
     return own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from transformers import initialization as init
 from ...attention.masks import layer_kinds
 from ..base import BlockDrafter, TargetModules
 from ..loading import LoudLoading, is_loading
+from .attention_tuning import AttentionTuning
 from .calibration import BonusCalibration
 from .configuration_flexdraft import FlexDraftConfig
 from .convert_flexdraft import UNUSED_TENSORS, is_released
@@ -196,6 +197,10 @@ class FlexDraftDrafter(LoudLoading, BlockDrafter):
                     f"{'; '.join(lines)}. Use the target this drafter was trained for."
                 )
         final_norm_of(decoder)
+
+    def tuning(self, target: PreTrainedModel, variant: Literal["joint", "twice"] = "joint") -> AttentionTuning:
+        """This drafter's hooks for `target`, not yet attached; see `AttentionTuning`."""
+        return AttentionTuning(self.layers, target, self.config.split_layer, variant)
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
         """Opens a session for one `generate` call; see `FlexDraftSession`."""

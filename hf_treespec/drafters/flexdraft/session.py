@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 
 from ...attention.interface import TreeAttention, armed
 from ...attention.masks import LayerKind, tree_mask
-from ...caches import TreeLayer, scratch_forward
+from ...caches import TreeLayer, TreeStaticLayer, scratch_forward
 from ...configuration import TreeSpecConfig
 from ...transfer import to_device
 from ...trees import DraftLattice, DraftTree
 from ..base import DraftSession, DraftState, ExtraRows, TargetModules
-from .attention_tuning import AttentionTuning, MaskRows
+from .attention_tuning import AttentionTuning
 from .layout import decoder_of, final_norm_of
+from .mask_rows import MaskRows
 from .modeling_flexdraft import FlexDraftDrafter
 from .options import FlexDraftOptions
 
@@ -57,7 +58,7 @@ class FlexDraftSession(DraftSession):
             raise RuntimeError("the target a FlexDraft session drafts in is gone; start a new session.")
         self.close()
         # A session goes on with a later call: its hooks live as long as the call.
-        self._tuning = AttentionTuning(self.drafter.layers, target, self.options.flex_variant).attach()
+        self._tuning = self.drafter.tuning(target, self.options.flex_variant).attach()
         self._padding, self._groups = None, 0
         parallel = self.options.is_parallel(self.batch_size)
         self.rows_per_node = 1 + self.drafter.config.block_size if parallel else 1
@@ -93,10 +94,12 @@ class FlexDraftSession(DraftSession):
         tuning.board(None)
         if not self.options.is_parallel(self.batch_size):
             return None
-        size, groups = self.drafter.config.block_size, self._worth_a_group(tree)
-        while groups and tuning.is_ambiguous(len(tree) + groups * size):
+        size, groups, room = self.drafter.config.block_size, self._worth_a_group(tree), self._room()
+        if room is not None:
+            groups = min(groups, (room - len(tree)) // size)
+        while groups > 0 and tuning.is_ambiguous(len(tree) + groups * size):
             groups -= 1
-        if not groups:
+        if groups <= 0:
             return None
         self._groups = groups
         device = tree.tokens.device
@@ -143,6 +146,12 @@ class FlexDraftSession(DraftSession):
             logits = logits + calibration(bonus, normed).to(logits)
         return logits
 
+    def _room(self) -> int | None:
+        """Columns that a static cache has left for rows to pass through; None = no limit."""
+        cache = self._attached().cache
+        layers = [] if cache is None else cache.layers
+        return min((layer.free_rows() for layer in layers if isinstance(layer, TreeStaticLayer)), default=None)
+
     def _attached(self) -> AttentionTuning:
         if self._tuning is None:
             raise RuntimeError("a FlexDraft session drafts between `configure` and `close` only.")
@@ -181,10 +190,10 @@ class FlexDraftSession(DraftSession):
                 "prepares; it cannot draft in another loop."
             )
         layers = {kind: cache.layers[index] for kind, index in zip(tuning.kinds, tuning.layer_ids, strict=True)}
-        free = [layer.free_rows() for layer in layers.values() if hasattr(layer, "free_rows")]
-        size = min([size, *free])
+        room = self._room()
+        size = size if room is None else min(size, room)
         rows = size + tuning.is_ambiguous(size)
-        if rows > min(free, default=rows):
+        if room is not None and rows > room:
             rows = size = size - 1
         lengths = next(iter(layers.values())).rows.lengths
         masks = self._masks(state, layers, size, rows)

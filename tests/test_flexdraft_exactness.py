@@ -1,0 +1,101 @@
+"""Assisted decoding with a FlexDraft drafter equals plain decoding, in every mode and across changes of mode."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from drafters.flexdraft_models import Guide, guided, tiny_flexdraft
+from models import batch, build, hook_count, prompt, target
+from parity import GREEDY, SAMPLED, Inputs, Run, assert_same, run
+from rigged import rows_of
+from transformers import PreTrainedModel
+
+ROWS = (5, 13, 9)
+MODES: dict[str, tuple[str, ...]] = {
+    "parallel": ("parallel",),
+    "sequential": ("sequential",),
+    "both in turn": ("parallel", "sequential", "sequential"),
+}
+
+
+@functools.cache
+def model_of(family: str) -> PreTrainedModel:
+    if family == "tied":
+        return build("qwen3", tie_word_embeddings=True)
+    return target(family, "eager" if family == "gpt_oss" else "sdpa")
+
+
+@functools.cache
+def drafter_of(family: str) -> Any:
+    return tiny_flexdraft(model_of(family))
+
+
+@functools.cache
+def plain_run(family: str, rows: int, is_sampled: bool, cache: str = "") -> tuple[Inputs, dict[str, Any], Run]:
+    inputs = prompt(12, seed=3) if rows == 1 else batch(ROWS, seed=6)
+    options = {"max_new_tokens": 18, **(SAMPLED if is_sampled else GREEDY)}
+    if cache:
+        options["cache_implementation"] = cache
+    return inputs, options, run(model_of(family), inputs, seed=3, **options)
+
+
+def check(family: str, rows: int, is_sampled: bool, modes: tuple[str, ...], cache: str = "", **decoding: Any) -> Guide:
+    model = model_of(family)
+    inputs, options, plain = plain_run(family, rows, is_sampled, cache)
+    guide = Guide(rows=rows_of(plain.sequences, inputs), modes=modes)
+    view = guided(drafter_of(family), guide, **decoding)
+    assisted = run(model, inputs, seed=3, assistant_model=view, **options)
+    assert_same(plain, assisted, model, inputs, options, seed=3)
+    assert view.last_report.acceptance_length > 1.5, "next to nothing was accepted"
+    assert view.last_report.reason is None
+    assert hook_count(model) == 0
+    return guide
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "is_sampled"),
+    [
+        *itertools.product(["qwen3", "qwen3_sliding", "gemma3", "phi3", "qwen3_moe", "gpt_oss", "tied"], [1], [True]),
+        *itertools.product(["qwen3", "qwen3_sliding", "gemma3", "phi3", "qwen3_moe", "gpt_oss"], [3], [False]),
+        ("qwen3", 1, False),
+        ("qwen3", 3, True),
+    ],
+)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_modes(family: str, rows: int, is_sampled: bool, mode: str, shape: str) -> None:
+    guide = check(family, rows, is_sampled, MODES[mode], shape=shape)
+    brought = [was_brought for _, _, was_brought in guide.drafts]
+    wanted = [MODES[mode][turn % len(MODES[mode])] == "parallel" for turn in range(1, len(brought) + 1)]
+    # The first draft of a call has no verification before it.
+    assert brought == [False, *wanted[:-1]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_static_caches(mode: str, rows: int) -> None:
+    check("qwen3", rows, False, MODES[mode], cache="static")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{"flex_variant": "twice"}, {"flex_groups": 2}, {"flex_verify_score": 0.2}], ids=str
+)
+def test_options(rows: int, options: dict[str, Any]) -> None:
+    check("qwen3", rows, True, ("parallel",), **options)
+
+
+def test_the_modes_of_the_options() -> None:
+    """`auto` drafts in parallel up to its batch, then sequentially."""
+    model = model_of("qwen3")
+    for rows, mode in itertools.product((1, 3), ("auto", "parallel", "sequential")):
+        inputs, options, plain = plain_run("qwen3", rows, False)
+        view = guided(drafter_of("qwen3"), Guide(), flex_mode=mode)
+        assisted = run(model, inputs, seed=3, assistant_model=view, **options)
+        assert torch.equal(plain.sequences, assisted.sequences)
+        rode = mode == "parallel" or (mode == "auto" and rows == 1)
+        assert bool(view.guide.groups) == rode
