@@ -7,6 +7,7 @@ from .calibration import BonusCalibration
 from .configuration_flexdraft import FlexDraftConfig
 from .modeling_flexdraft import FlexDraftDrafter
 from .options import FlexDraftOptions
+from .packed_blocks import PackedBlocks, packed_blocks
 from .session import FlexDraftSession
 
 AutoConfig.register(FlexDraftConfig.model_type, FlexDraftConfig, exist_ok=True)
@@ -14,4 +15,12 @@ AutoModel.register(FlexDraftConfig, FlexDraftDrafter, exist_ok=True)
 AutoModelForCausalLM.register(FlexDraftConfig, FlexDraftDrafter, exist_ok=True)
 register(FlexDraftDrafter)
 
-__all__ = ["BonusCalibration", "FlexDraftConfig", "FlexDraftDrafter", "FlexDraftOptions", "FlexDraftSession"]
+__all__ = [
+    "BonusCalibration",
+    "FlexDraftConfig",
+    "FlexDraftDrafter",
+    "FlexDraftOptions",
+    "FlexDraftSession",
+    "PackedBlocks",
+    "packed_blocks",
+]

@@ -31,6 +31,16 @@ class MaskRows:
     groups: torch.Tensor
     depths: torch.Tensor
 
+    def padded(self) -> MaskRows:
+        """These rows, which share one embedding, and another one behind them that sees nothing of them."""
+        last = torch.full_like(self.nodes[:, :1], -1)
+        return replace(
+            self,
+            nodes=torch.cat([self.nodes, last + 1], 1),
+            steps=torch.cat([self.steps, last + 2], 1),
+            groups=torch.cat([self.groups, last], 1),
+        )
+
 
 @dataclass(frozen=True)
 class RopeCall:
