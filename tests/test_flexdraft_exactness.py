@@ -14,6 +14,8 @@ from parity import GREEDY, SAMPLED, Inputs, Run, assert_same, run
 from rigged import rows_of
 from transformers import PreTrainedModel
 
+from hf_treespec.compat import CACHE_KEYWORD
+
 ROWS = (5, 13, 9)
 MODES: dict[str, tuple[str, ...]] = {
     "parallel": ("parallel",),
@@ -99,3 +101,48 @@ def test_the_modes_of_the_options() -> None:
         assert torch.equal(plain.sequences, assisted.sequences)
         rode = mode == "parallel" or (mode == "auto" and rows == 1)
         assert bool(view.guide.groups) == rode
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+@pytest.mark.parametrize(
+    "call",
+    [{}, {"prefill_chunk_size": 4}, {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}],
+    ids=["as usual", "prefilled in chunks", "quantised cache"],
+)
+def test_calls(mode: str, call: dict[str, Any]) -> None:
+    model, inputs = model_of("qwen3"), batch(ROWS, seed=6)
+    options = {"max_new_tokens": 12, **SAMPLED, **call}
+    plain = run(model, inputs, seed=3, **options)
+    guide = Guide(rows=rows_of(plain.sequences, inputs))
+    view = guided(drafter_of("qwen3"), guide, flex_mode=mode)
+    assert_same(plain, run(model, inputs, seed=3, assistant_model=view, **options), model, inputs, options, seed=3)
+    assert view.last_report.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_a_conversation_goes_on_from_its_cache(mode: str) -> None:
+    model, inputs = model_of("gemma3"), prompt(12, seed=3)
+    whole = run(model, inputs, max_new_tokens=24, **GREEDY).sequences
+    guide = Guide(rows=whole.tolist())
+    view = guided(drafter_of("gemma3"), guide, flex_mode=mode)
+    options: dict[str, Any] = {"assistant_model": view, "return_dict_in_generate": True, **GREEDY}
+    first = model.generate(**inputs, max_new_tokens=10, **options)
+    onward = {"input_ids": first.sequences, CACHE_KEYWORD: first[CACHE_KEYWORD]}
+    second = model.generate(**onward, max_new_tokens=14, **options)
+    assert torch.equal(second.sequences, whole)
+    assert view.last_report.acceptance_length > 1.5
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize("budget", ["auto", 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_drafter_of_another_dtype_and_measured_budgets(budget: Any, dtype: torch.dtype) -> None:
+    model = model_of("qwen3")
+    inputs, options, plain = plain_run("qwen3", 1, True)
+    guide = Guide(rows=rows_of(plain.sequences, inputs))
+    view = guided(tiny_flexdraft(model).to(dtype), guide, flex_mode="parallel", budget=budget)
+    assert_same(plain, run(model, inputs, seed=3, assistant_model=view, **options), model, inputs, options, seed=3)
+
+
+def test_positions_of_several_axes() -> None:
+    check("qwen2_5_vl", 3, False, MODES["both in turn"])

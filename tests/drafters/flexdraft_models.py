@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_treespec.drafters import DraftState
 from hf_treespec.drafters.flexdraft import FlexDraftDrafter, FlexDraftSession
-from hf_treespec.drafters.flexdraft.layout import attention_of, decoder_of, projections_of
+from hf_treespec.drafters.flexdraft.layout import attention_of, decoder_of, final_norm_of, projections_of
 from hf_treespec.trees import DraftTree
 
 BLOCK = 6
@@ -164,7 +164,7 @@ def dense_group(target: PreTrainedModel, drafter: Any, text: list[int]) -> tuple
 def dense_draft(target: PreTrainedModel, drafter: Any, text: list[int]) -> torch.Tensor:
     """Calibrated logits of the drafted depths `[block_size − 1, V]` after a text that ends with the anchor."""
     hidden, logits = dense_group(target, drafter, text[:-1])
-    normed = decoder_of(target)[0].norm(hidden)[1:]
+    normed = final_norm_of(decoder_of(target)[0])(hidden)[1:]
     bonus = target.get_input_embeddings()(torch.tensor(text[-1:])).expand(len(normed), -1)
     first, activation, last = drafter.anchor_bias_mlp
     return logits[1:] + last(activation(first(torch.cat([bonus, normed], -1))))

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from flexdraft_models import BLOCK, Guide, dense_draft, dense_group, guided, tiny_flexdraft
-from models import batch, build, hook_count, prompt, target
+from models import LAYERS, PAD, VOCAB, WINDOW, batch, build, hook_count, prompt, target
 from parity import GREEDY, Inputs, run
 from rigged import rows_of
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_treespec  # noqa: F401  (teaches generate() about drafters)
 from hf_treespec.drafters.flexdraft import FlexDraftDrafter
@@ -78,6 +79,35 @@ def test_drafts_equal_a_dense_forward_under_explicit_masks(family: str, mode: st
             if start < len(rows[row]) - 1:
                 expected = dense_draft(model, drafter, rows[row][: start + 1])[: logits.shape[1]]
                 assert close(logits[row], expected) < 1e-5
+
+
+def build_config(name: str) -> PreTrainedModel:
+    """Further kinds of attention: latent, fused with biases beside the MLP, and one whose logits are scaled."""
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    fields: dict[str, dict[str, Any]] = {
+        "DeepseekV3Config": {**latent, "first_k_dense_replace": LAYERS},
+        "GPTNeoXConfig": {},
+        "Cohere2Config": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    }
+    common = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.25, "pad_token_id": PAD}
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**common, **fields[name])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, None
+    return model
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3Config", "GPTNeoXConfig", "Cohere2Config"])
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_further_kinds_of_attention(name: str, mode: str) -> None:
+    model = build_config(name)
+    drafter = tiny_flexdraft(model)
+    guide, _, rows = decode(model, batch(ROWS, seed=6), drafter, flex_mode=mode)
+    for starts, logits, _ in guide.drafts[:2]:
+        for row, start in enumerate(starts):
+            expected = dense_draft(model, drafter, rows[row][: start + 1])[: logits.shape[1]]
+            assert close(logits[row], expected) < 1e-5
 
 
 @pytest.mark.parametrize("block_size", [2, 4])
