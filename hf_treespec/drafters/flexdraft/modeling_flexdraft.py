@@ -198,6 +198,20 @@ class FlexDraftDrafter(LoudLoading, BlockDrafter):
                 )
         final_norm_of(decoder)
 
+    def calibrated_logits(self, modules: TargetModules, hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """Logits of drafted depths, float32 `[…, D, V]`.
+
+        Args:
+            modules: The target's embedding and head.
+            hidden: States of the depths behind the final norm, `[…, D, H]`.
+            anchors: The token each block follows, long `[…]`.
+        """
+        logits = modules.logits(hidden)
+        if self.anchor_bias_mlp is None:
+            return logits
+        bonus = modules.embed(anchors, hidden.dtype).unsqueeze(-2)
+        return logits + self.anchor_bias_mlp(bonus, hidden).to(logits)
+
     def tuning(self, target: PreTrainedModel, variant: Literal["joint", "twice"] = "joint") -> AttentionTuning:
         """This drafter's hooks for `target`, not yet attached; see `AttentionTuning`."""
         return AttentionTuning(self.layers, target, self.config.split_layer, variant)

@@ -139,12 +139,7 @@ class FlexDraftSession(DraftSession):
             group = self._draft_alone(state)
         tuning.board(None)
         normed = self._final_norm(group[:, 1 : state.depth + 1])
-        logits = self.modules.logits(normed)
-        calibration = self.drafter.anchor_bias_mlp
-        if calibration is not None:
-            bonus = self.modules.embed(state.anchors, normed.dtype)[:, None]
-            logits = logits + calibration(bonus, normed).to(logits)
-        return logits
+        return self.drafter.calibrated_logits(self.modules, normed, state.anchors)
 
     def _room(self) -> int | None:
         """Columns that a static cache has left for rows to pass through; None = no limit."""
