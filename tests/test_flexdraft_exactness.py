@@ -92,15 +92,16 @@ def test_options(rows: int, options: dict[str, Any]) -> None:
 
 
 def test_the_modes_of_the_options() -> None:
-    """`auto` drafts in parallel up to its batch, then sequentially."""
+    """`batch` drafts in parallel up to its number of rows, then sequentially; `auto` tries both."""
     model = model_of("qwen3")
-    for rows, mode in itertools.product((1, 3), ("auto", "parallel", "sequential")):
+    for rows, mode in itertools.product((1, 3), ("auto", "batch", "parallel", "sequential")):
         inputs, options, plain = plain_run("qwen3", rows, False)
         view = guided(drafter_of("qwen3"), Guide(), flex_mode=mode)
         assisted = run(model, inputs, seed=3, assistant_model=view, **options)
         assert torch.equal(plain.sequences, assisted.sequences)
-        rode = mode == "parallel" or (mode == "auto" and rows == 1)
-        assert bool(view.guide.groups) == rode
+        rode = [was_brought for _, _, was_brought in view.guide.drafts[1:]]
+        assert any(rode) == (mode in ("auto", "parallel") or (mode == "batch" and rows == 1))
+        assert all(rode) == (mode == "parallel" or (mode == "batch" and rows == 1))
 
 
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])

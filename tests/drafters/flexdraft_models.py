@@ -93,7 +93,7 @@ class GuidedDrafter(FlexDraftDrafter):
 
 def guided(drafter: Any, guide: Guide, **options: Any) -> Any:
     """A view that follows a guide."""
-    view = drafter.with_options(**{"budget": 6, "flex_group_score": 0.0, **options})
+    view = drafter.with_options(**{"budget": 6, "flex_mode": "batch", "flex_group_score": 0.0, **options})
     view.guide = guide
     return view
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...configuration import TreeSpecConfig
 
-MODES = ("auto", "parallel", "sequential")
+MODES = ("auto", "batch", "parallel", "sequential")
 VARIANTS = ("joint", "twice")
 
 
@@ -18,8 +18,9 @@ class FlexDraftOptions(TreeSpecConfig):
     Attributes:
         flex_mode: `"parallel"` drafts inside the verification forward, for every node that the walk may end on;
             `"sequential"` drafts after it, for the node the walk ended on, in a forward of the last layers alone;
-            `"auto"` takes `"parallel"` up to `flex_parallel_batch` rows.
-        flex_parallel_batch: Largest batch that `"auto"` drafts for in parallel (the paper's 2).
+            `"batch"` takes `"parallel"` up to `flex_parallel_batch` rows, the paper's rule; `"auto"` starts from that
+            rule and then takes what costs a round less, as measured while decoding.
+        flex_parallel_batch: Largest batch that `"batch"` drafts for in parallel (the paper's 2).
         flex_variant: How mask rows ride. `"joint"`: in the very layer call of the verified rows, whose values it moves
             by rounding. `"twice"`: in a second call of each layer; verified rows and cache keep their bits.
         flex_group_score: Path score below which a node brings no mask rows along; where the walk ends on such a node
@@ -28,7 +29,7 @@ class FlexDraftOptions(TreeSpecConfig):
         flex_verify_score: Path score below which a candidate is not verified at all; 0 = verify what the budget takes.
     """
 
-    flex_mode: Literal["auto", "parallel", "sequential"] = "auto"
+    flex_mode: Literal["auto", "batch", "parallel", "sequential"] = "auto"
     flex_parallel_batch: int = 2
     flex_variant: Literal["joint", "twice"] = "joint"
     flex_group_score: float = 0.01
@@ -47,8 +48,8 @@ class FlexDraftOptions(TreeSpecConfig):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"`{name}` is a path score of at least 0 and below 1, got {getattr(self, name)!r}.")
 
-    def is_parallel(self, batch_size: int) -> bool:
-        """Whether a batch of `batch_size` rows is drafted for inside the verification forward."""
-        if self.flex_mode == "auto":
-            return batch_size <= self.flex_parallel_batch
-        return self.flex_mode == "parallel"
+    def mode(self, batch_size: int) -> Literal["parallel", "sequential"]:
+        """The mode that a batch of `batch_size` rows is drafted for in, before anything is measured."""
+        if self.flex_mode in ("parallel", "sequential"):
+            return self.flex_mode
+        return "parallel" if batch_size <= self.flex_parallel_batch else "sequential"

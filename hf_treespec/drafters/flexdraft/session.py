@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from .attention_tuning import AttentionTuning
 from .layout import decoder_of, final_norm_of
 from .mask_rows import MaskRows
 from .modeling_flexdraft import FlexDraftDrafter
+from .modes import Mode, ModeCosts, costs_of
 from .options import FlexDraftOptions
 
 
@@ -47,6 +49,9 @@ class FlexDraftSession(DraftSession):
         self._tuning: AttentionTuning | None = None
         #: Nodes of the last verification that mask rows rode behind: the first ones.
         self._groups = 0
+        #: What rounds cost in each mode, where that decides; the mode of the round under way and when it began.
+        self._costs: ModeCosts | None = None
+        self._round: tuple[Mode, float] | None = None
         #: Columns of left padding in each row's cache; None until the call's first draft.
         self._padding: list[int] | None = None
 
@@ -60,8 +65,12 @@ class FlexDraftSession(DraftSession):
         # A session goes on with a later call: its hooks live as long as the call.
         self._tuning = self.drafter.tuning(target, self.options.flex_variant).attach()
         self._padding, self._groups = None, 0
-        parallel = self.options.is_parallel(self.batch_size)
-        self.rows_per_node = 1 + self.drafter.config.block_size if parallel else 1
+        mode, self._costs, self._round = self.options.mode(self.batch_size), None, None
+        if self.options.flex_mode == "auto":
+            circumstances = (self.batch_size, target.device, target.dtype, self.options)
+            self._costs = costs_of(self.drafter.weights, circumstances, mode)
+            mode = self._costs.best
+        self.rows_per_node = 1 + self.drafter.config.block_size if mode == "parallel" else 1
 
     def close(self) -> None:
         if self._tuning is not None:
@@ -92,7 +101,7 @@ class FlexDraftSession(DraftSession):
         tuning = self._attached()
         self._groups = 0
         tuning.board(None)
-        if not self.options.is_parallel(self.batch_size):
+        if self._begin_round() == "sequential":
             return None
         size, groups, room = self.drafter.config.block_size, self._worth_a_group(tree), self._room()
         if room is not None:
@@ -107,6 +116,17 @@ class FlexDraftSession(DraftSession):
         steps = torch.arange(1, size + 1, device=device).repeat(groups).expand(self.batch_size, -1)
         tuning.board(MaskRows(self.drafter.mask_embedding, nodes, steps, nodes, tree.depths))
         return None
+
+    def _begin_round(self) -> Mode:
+        """The mode of the round whose verification begins now; notes what the one before it took."""
+        if self._costs is None:
+            return self.options.mode(self.batch_size)
+        now = time.perf_counter()
+        if self._round is not None:
+            self._costs.record(self._round[0], now - self._round[1])
+        mode = self._costs.choose()
+        self._round = mode, now
+        return mode
 
     def _worth_a_group(self, tree: DraftTree) -> int:
         """How many of the nodes, which stand in the order of their path scores, bring mask rows along."""
@@ -133,6 +153,8 @@ class FlexDraftSession(DraftSession):
     def draft_logits(self, state: DraftState) -> torch.Tensor:
         """Calibrated logits of the next depths, float32 `[B, depth, V]`."""
         self.observe(state)
+        if state.accepted is None:
+            self._round = None  # plain rounds since
         tuning = self._attached()
         group = self._brought(state)
         if group is None:
