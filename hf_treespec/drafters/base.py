@@ -193,7 +193,11 @@ class DraftSession(ABC):
         """Takes the new features into the context without drafting (plain rounds, the end of a call)."""
 
     def extra_rows(self, tree: DraftTree) -> ExtraRows | None:
-        """Rows that ride in the verification forward of `tree`; None for drafters that have none."""
+        """Rows that ride in the verification forward of `tree`; None for drafters that have none.
+
+        Called right before that forward. Rows that enter a deeper layer, by hooks of the session's own, are none of
+        the forward's: a session prepares them here and returns None.
+        """
         return None
 
     @property
