@@ -11,12 +11,14 @@ import torch
 from flexdraft_models import Guide, guided, tiny_flexdraft
 from models import LAYERS, VOCAB, build, prompt, target
 from parity import GREEDY, run
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from hf_treespec.drafters import AutoDrafter, find_family
 from hf_treespec.drafters.flexdraft import FlexDraftConfig, FlexDraftDrafter
 from hf_treespec.drafters.flexdraft.layout import attention_of, decoder_of, projections_of
+from hf_treespec.evaluation.inspection import inspect_drafter, run_inspect
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 CALIBRATION = {f"anchor_bias_mlp.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
@@ -196,3 +198,19 @@ def test_options_belong_to_views() -> None:
         drafter.with_options(flex_mode="both")
     with pytest.raises(ValueError, match="flex_group_score"):
         drafter.with_options(flex_group_score=1.0)
+
+
+def test_inspection_tells_where_it_drafts_and_whether_it_fits(tmp_path: Path) -> None:
+    model = target("qwen3")
+    drafter = tiny_flexdraft(model)
+    model.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    build("phi3").save_pretrained(tmp_path / "other")
+    console = Console(record=True, width=200)
+    assert run_inspect(console, str(tmp_path / "drafter"), str(tmp_path / "target"), weights=True)
+    shown = console.export_text()
+    assert "··●● 2, 3 of 4" in shown
+    assert "enter at layer 2 of 4" in shown
+    found = inspect_drafter(str(tmp_path / "drafter"), str(tmp_path / "other"))
+    assert found.verdict == "does not fit"
+    assert [finding.rule for finding in found.findings if finding.status == "wrong"] == ["projections"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -9,31 +10,19 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ...attention.masks import layer_kinds
+from .. import checks
 from ..base import BlockDrafter, TargetModules
 from ..loading import LoudLoading, is_loading
 from .attention_tuning import AttentionTuning
 from .calibration import BonusCalibration
 from .configuration_flexdraft import FlexDraftConfig
 from .convert_flexdraft import UNUSED_TENSORS, is_released
-from .layout import (
-    AttentionLayout,
-    attention_of,
-    decoder_of,
-    differences,
-    final_norm_of,
-    layout_of,
-    projections_of,
-)
+from .layout import AttentionLayout, attention_of, decoder_of, layout_of, projections_of
 from .options import FlexDraftOptions
+from .rules import same_projections, same_shape, shows_no_rows, takes_mask_rows
 
 #: Embeddings of so many tokens at a time are averaged for a fresh mask embedding.
 _CHUNK = 8192
-#: Configuration fields of targets whose layers need more than a hidden state, each with what they need.
-_BESIDE_HIDDEN = {
-    "hidden_size_per_layer_input": "an embedding of each row's token in every layer",
-    "num_kv_shared_layers": "keys and values of other layers",
-}
 
 
 class TunedNorm(nn.Module):
@@ -78,6 +67,20 @@ class FlexDraftDrafter(LoudLoading, BlockDrafter):
     config: FlexDraftConfig
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = list(UNUSED_TENSORS)
     _no_split_modules: ClassVar[list[str]] = ["TunedLayer"]
+
+    rules: ClassVar[Sequence[checks.Rule]] = (
+        checks.decoder_only,
+        checks.lends_modules,
+        same_shape,
+        takes_mask_rows,
+        same_projections,
+        shows_no_rows,
+        checks.special_tokens,
+        checks.precision,
+        checks.trained_target,
+        checks.embeddings,
+        checks.logits,
+    )
 
     treespec_config: Any = FlexDraftOptions()
     last_report: Any = None
@@ -149,54 +152,11 @@ class FlexDraftDrafter(LoudLoading, BlockDrafter):
         return not tensor_names or "mask_embedding" in tensor_names
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Checks that this drafter can draft inside `target`.
-
-        Raises:
-            ValueError: It cannot; the message names the rule, the value and the fix.
-        """
-        config = self.config
-        if getattr(target.config, "is_encoder_decoder", False):
-            raise ValueError("the target is an encoder-decoder; a FlexDraft drafter needs a decoder-only causal LM.")
-        text = target.config.get_text_config()
-        decoder, layers = decoder_of(target)
-        wanted = {
-            "hidden size": (text.hidden_size, config.hidden_size, "hidden_size"),
-            "vocabulary size": (text.vocab_size, config.vocab_size, "vocab_size"),
-            "number of layers": (len(layers), config.num_target_layers, "num_target_layers"),
-        }
-        for what, (found, own, field) in wanted.items():
-            if found != own:
-                raise ValueError(
-                    f"the target's {what} is {found}, the drafter's {field} is {own}; they must be equal. Use the "
-                    "target this drafter was trained for."
-                )
-        for field, need in _BESIDE_HIDDEN.items():
-            if getattr(text, field, None):
-                raise ValueError(
-                    f"layers of {type(target).__name__} need {need} ({field}={getattr(text, field)}), which mask rows "
-                    "do not have; use a DFlash drafter for this target."
-                )
-        for flag in ("output_attentions", "output_router_logits"):
-            if getattr(text, flag, False):
-                raise ValueError(
-                    f"{flag}=True in the target's config asks for values that would hold mask rows among the text's; "
-                    f"set it to False while a FlexDraft drafter drafts inside the target."
-                )
-        kinds = layer_kinds(text)
-        for index, layer in enumerate(config.target_layer_ids):
-            attention = attention_of(layers[layer])
-            if kinds[layer].name == "chunked_attention" or hasattr(attention, "indexer"):
-                raise ValueError(
-                    f"layer {layer} of the target ({type(attention).__name__}) chooses what it attends to by chunks "
-                    "or an index, which says nothing of mask rows; draft in other layers or use a DFlash drafter."
-                )
-            lines = differences(layout_of(attention), config.layout(index))
-            if lines:
-                raise ValueError(
-                    f"attention of the target's layer {layer} is not the one the drafter was tuned for: "
-                    f"{'; '.join(lines)}. Use the target this drafter was trained for."
-                )
-        final_norm_of(decoder)
+        # Switches of a target that may be thrown after it was found to fit.
+        for finding in shows_no_rows(self, target):
+            if finding.status is checks.Status.wrong:
+                raise ValueError(str(finding))
+        super().check_target(target)
 
     def calibrated_logits(self, modules: TargetModules, hidden: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Logits of drafted depths, float32 `[…, D, V]`.
