@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_treespec.compat import CACHE_KEYWORD
 
 ROWS = (5, 13, 9)
+FAMILIES = ("qwen3", "qwen3_sliding", "gemma3", "phi3", "qwen3_moe", "gpt_oss", "tied")
 MODES: dict[str, tuple[str, ...]] = {
     "parallel": ("parallel",),
     "sequential": ("sequential",),
@@ -58,19 +59,19 @@ def check(family: str, rows: int, is_sampled: bool, modes: tuple[str, ...], cach
     return guide
 
 
-@pytest.mark.parametrize(
-    ("family", "rows", "is_sampled"),
-    [
-        *itertools.product(["qwen3", "qwen3_sliding", "gemma3", "phi3", "qwen3_moe", "gpt_oss", "tied"], [1], [True]),
-        *itertools.product(["qwen3", "qwen3_sliding", "gemma3", "phi3", "qwen3_moe", "gpt_oss"], [3], [False]),
-        ("qwen3", 1, False),
-        ("qwen3", 3, True),
-    ],
-)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_modes(family: str, rows: int, is_sampled: bool, mode: str, shape: str) -> None:
-    guide = check(family, rows, is_sampled, MODES[mode], shape=shape)
+#: One row sampled and three greedy, and both of either.
+PAIRS = ((1, True), (3, False))
+CELLS = [
+    *itertools.product(FAMILIES, PAIRS, ["parallel", "sequential"], ["tree"]),
+    *itertools.product(["qwen3", "gemma3"], PAIRS, MODES, ["chain"]),
+    *itertools.product(["qwen3", "gemma3", "phi3"], PAIRS, ["both in turn"], ["tree"]),
+    *itertools.product(["qwen3"], [(1, False), (3, True)], MODES, ["tree"]),
+]
+
+
+@pytest.mark.parametrize(("family", "calls", "mode", "shape"), CELLS, ids=str)
+def test_modes(family: str, calls: tuple[int, bool], mode: str, shape: str) -> None:
+    guide = check(family, *calls, MODES[mode], shape=shape)
     brought = [was_brought for _, _, was_brought in guide.drafts]
     wanted = [MODES[mode][turn % len(MODES[mode])] == "parallel" for turn in range(1, len(brought) + 1)]
     # The first draft of a call has no verification before it.
@@ -94,14 +95,14 @@ def test_options(rows: int, options: dict[str, Any]) -> None:
 def test_the_modes_of_the_options() -> None:
     """`batch` drafts in parallel up to its number of rows, then sequentially; `auto` tries both."""
     model = model_of("qwen3")
-    for rows, mode in itertools.product((1, 3), ("auto", "batch", "parallel", "sequential")):
+    for rows, mode in itertools.product((1, 3), ("auto", "batch")):
         inputs, options, plain = plain_run("qwen3", rows, False)
         view = guided(drafter_of("qwen3"), Guide(), flex_mode=mode)
         assisted = run(model, inputs, seed=3, assistant_model=view, **options)
         assert torch.equal(plain.sequences, assisted.sequences)
         rode = [was_brought for _, _, was_brought in view.guide.drafts[1:]]
-        assert any(rode) == (mode in ("auto", "parallel") or (mode == "batch" and rows == 1))
-        assert all(rode) == (mode == "parallel" or (mode == "batch" and rows == 1))
+        assert any(rode) == (mode == "auto" or rows == 1)
+        assert all(rode) == (mode == "batch" and rows == 1)
 
 
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,65 +100,75 @@ def guided(drafter: Any, guide: Guide, **options: Any) -> Any:
 
 
 class _ByRow(nn.Module):
-    """The target's projection for the first `clean` rows, the drafter's for the others."""
+    """The target's projection for the rows of the text, the drafter's for the others."""
 
-    def __init__(self, base: nn.Module, tuned: nn.Module, clean: int, rows: int) -> None:
+    def __init__(self, base: nn.Module, tuned: nn.Module, dense: _Dense) -> None:
         super().__init__()
-        self.base, self.clean, self.rows = base, clean, rows
-        self.own = copy.deepcopy(base)
+        self.base, self.own = base, copy.deepcopy(base)
         for name, parameter in tuned.named_parameters():
             getattr(self.own, name).data = parameter.data
+        # Not a module of this one: it holds this one.
+        object.__setattr__(self, "dense", dense)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        axis = 1 if states.shape[1] == self.rows else 2
-        return torch.cat(
-            [
-                self.base(states.narrow(axis, 0, self.clean)),
-                self.own(states.narrow(axis, self.clean, self.rows - self.clean)),
-            ],
-            axis,
-        )
+        length, size = self.dense.length, self.dense.size
+        axis = 1 if states.shape[1] == length + size else 2
+        parts = [self.base(states.narrow(axis, 0, length)), self.own(states.narrow(axis, length, size))]
+        return torch.cat(parts, axis)
+
+
+class _Dense:
+    """A copy of a target in which the last `size` rows of a sequence are the drafter's."""
+
+    def __init__(self, target: PreTrainedModel, drafter: Any) -> None:
+        self.size, self.length = drafter.config.block_size, 0
+        self.model = copy.deepcopy(target)
+        self.last = torch.empty(0)
+
+        def enter(module: nn.Module, args: Any) -> Any:
+            hidden = args[0].clone()
+            hidden[:, self.length :] = drafter.mask_embedding
+            return (hidden, *args[1:])
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.last = output[0] if isinstance(output, tuple) else output
+
+        layers, split = decoder_of(self.model)[1], drafter.config.split_layer
+        layers[split].register_forward_pre_hook(enter)
+        layers[-1].register_forward_hook(leave)
+        for layer, tuned in zip(layers[split:], drafter.layers, strict=True):
+            attention = attention_of(layer)
+            for name, base in projections_of(attention).items():
+                setattr(attention, name, _ByRow(base, tuned.self_attn.get_submodule(name), self))
+
+    def __call__(self, text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        self.length = length = len(text)
+        seen = torch.ones(length + self.size, length + self.size, dtype=torch.bool).tril()
+        seen[length:, length:] = True
+        place = torch.arange(length + self.size)
+        masks = {}
+        for kind, window in (("full_attention", 10**6), ("sliding_attention", WINDOW)):
+            visible = seen & (place[:, None] - place[None] < window)
+            masks[kind] = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
+        config = self.model.config.get_text_config()
+        kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+        mask = masks if hasattr(config, "layer_types") else masks[kind]
+        tokens = torch.tensor([text + [0] * self.size])
+        logits = self.model(input_ids=tokens, attention_mask=mask, position_ids=place[None], use_cache=False).logits
+        return self.last[0, length:], logits[0, length:]
+
+
+_dense = functools.lru_cache(maxsize=2)(_Dense)
 
 
 @torch.no_grad()
 def dense_group(target: PreTrainedModel, drafter: Any, text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A group behind a text by one forward of everything under explicit masks: states and logits of its rows.
+    """A group behind a text by one forward of everything under explicit masks, without a cache or a hook of ours.
 
     Returns:
         States behind the last layer `[block_size, H]`, and the target's logits for them `[block_size, V]`.
     """
-    length, size, split = len(text), drafter.config.block_size, drafter.config.split_layer
-    rows = length + size
-    whole = copy.deepcopy(target)
-    kept: list[torch.Tensor] = []
-
-    def enter(module: nn.Module, args: Any) -> Any:
-        hidden = args[0].clone()
-        hidden[:, length:] = drafter.mask_embedding
-        return (hidden, *args[1:])
-
-    layers = decoder_of(whole)[1]
-    layers[split].register_forward_pre_hook(enter)
-    layers[-1].register_forward_hook(
-        lambda module, args, output: kept.append(output[0] if isinstance(output, tuple) else output)
-    )
-    for layer, tuned in zip(layers[split:], drafter.layers, strict=True):
-        attention = attention_of(layer)
-        for name, base in projections_of(attention).items():
-            setattr(attention, name, _ByRow(base, tuned.self_attn.get_submodule(name), length, rows))
-    seen = torch.ones(rows, rows, dtype=torch.bool).tril()
-    seen[length:, length:] = True
-    place = torch.arange(rows)
-    masks = {}
-    for kind, window in (("full_attention", 10**6), ("sliding_attention", WINDOW)):
-        visible = seen & (place[:, None] - place[None] < window)
-        masks[kind] = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
-    config = whole.config.get_text_config()
-    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    mask = masks if hasattr(config, "layer_types") else masks[kind]
-    tokens = torch.tensor([text + [0] * size])
-    logits = whole(input_ids=tokens, attention_mask=mask, position_ids=place[None], use_cache=False).logits
-    return kept[0][0, length:], logits[0, length:]
+    return _dense(target, drafter)(text)
 
 
 @torch.no_grad()

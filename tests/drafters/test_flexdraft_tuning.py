@@ -53,7 +53,7 @@ def test_groups_equal_a_dense_forward_under_explicit_masks(family: str, variant:
     drafter = tiny_flexdraft(model)
     guide, _, rows = decode(model, batch(ROWS, seed=6), drafter, flex_mode="parallel", flex_variant=variant)
     assert len(guide.groups) >= 3
-    for starts, tree, hidden in guide.groups[1:3]:
+    for starts, tree, hidden in guide.groups[1:2]:
         for row, start in enumerate(starts):
             for node in range(tree.sizes[row]):
                 # Nodes beyond the end of a row are never accepted, whatever position they are given.
@@ -74,7 +74,7 @@ def test_drafts_equal_a_dense_forward_under_explicit_masks(family: str, mode: st
     drafter = tiny_flexdraft(model)
     guide, _, rows = decode(model, batch(ROWS, seed=6), drafter, flex_mode=mode)
     assert [brought for _, _, brought in guide.drafts[1:]].count(mode == "parallel") == len(guide.drafts) - 1
-    for starts, logits, _ in guide.drafts[:4]:
+    for starts, logits, _ in guide.drafts[:3]:
         for row, start in enumerate(starts):
             if start < len(rows[row]) - 1:
                 expected = dense_draft(model, drafter, rows[row][: start + 1])[: logits.shape[1]]
