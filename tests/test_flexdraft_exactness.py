@@ -148,3 +148,21 @@ def test_a_drafter_of_another_dtype_and_measured_budgets(budget: Any, dtype: tor
 
 def test_positions_of_several_axes() -> None:
     check("qwen2_5_vl", 3, False, MODES["both in turn"])
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_an_adapter_on_the_target_and_inference_mode(mode: str) -> None:
+    """Adapters wrap projections that mask rows have their own of; verified rows keep the adapted ones."""
+    from peft import LoraConfig, get_peft_model
+
+    base = build("llama")
+    drafter = tiny_flexdraft(base)
+    torch.manual_seed(0)
+    model: Any = get_peft_model(base, LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    inputs = prompt(12, seed=3)
+    plain = run(model.base_model.model, inputs, max_new_tokens=16, **GREEDY)
+    view = guided(drafter, Guide(rows=rows_of(plain.sequences, inputs)), flex_mode=mode)
+    with torch.inference_mode():
+        assisted = run(model.base_model.model, inputs, max_new_tokens=16, assistant_model=view, **GREEDY)
+    assert torch.equal(plain.sequences, assisted.sequences)
+    assert view.last_report.acceptance_length > 1.5

@@ -201,6 +201,11 @@ class DraftSession(ABC):
         return None
 
     @property
+    def riding_rows(self) -> int:
+        """Rows of each sequence that the session itself brings into deeper layers of the coming forward."""
+        return 0
+
+    @property
     @abstractmethod
     def lengths(self) -> list[int]:
         """Context positions held for each row."""

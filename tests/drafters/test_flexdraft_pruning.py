@@ -12,6 +12,8 @@ from parity import GREEDY, Inputs, run
 from rigged import rows_of
 
 import hf_treespec  # noqa: F401  (teaches generate() about drafters)
+from hf_treespec.drafters.flexdraft import FlexDraftOptions
+from hf_treespec.trees import DraftTree
 
 
 def decode(inputs: Inputs, **options: Any) -> tuple[Guide, Any]:
@@ -59,3 +61,20 @@ def test_candidates_below_a_path_score_are_not_verified(shape: str, score: float
         real = tree.log_scores > -torch.inf
         # A child is kept by the best path to its depth; a chain has no other.
         assert shape == "tree" or bool((tree.scores()[real] >= score - 1e-6).all())
+
+
+def test_the_rows_that_ride_are_told() -> None:
+    """Verification sizes what depends on the rows of its forward by them."""
+    model = target("qwen3", "sdpa")
+    session = tiny_flexdraft(model).start(model, 1, 64)
+    assert session.riding_rows == 0
+    session.configure(FlexDraftOptions().with_options(flex_mode="parallel"))
+    try:
+        session.extra_rows(DraftTree.root(torch.tensor([5])))
+        assert session.riding_rows == BLOCK
+        session.configure(FlexDraftOptions().with_options(flex_mode="sequential"))
+        session.extra_rows(DraftTree.root(torch.tensor([5])))
+        assert session.riding_rows == 0
+    finally:
+        session.close()
+    assert session.riding_rows == 0

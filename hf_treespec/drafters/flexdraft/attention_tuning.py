@@ -161,6 +161,11 @@ class AttentionTuning:
         finally:
             self._ride = self._routing = None
 
+    @property
+    def boarded(self) -> int:
+        """Mask rows that ride in the next forward."""
+        return 0 if self._ride is None else self._ride.count
+
     def is_ambiguous(self, rows: int) -> bool:
         """Whether so many rows, clean and masks, cannot be told from heads in `[B, rows, heads, D]`."""
         return rows in self._head_counts

@@ -78,6 +78,10 @@ class FlexDraftSession(DraftSession):
         self._tuning = None
 
     @property
+    def riding_rows(self) -> int:
+        return 0 if self._tuning is None else self._tuning.boarded
+
+    @property
     def lengths(self) -> list[int]:
         return list(self._held)
 
