@@ -12,7 +12,7 @@ from parity import GREEDY, Inputs, run
 from rigged import rows_of
 
 import hf_treespec  # noqa: F401  (teaches generate() about drafters)
-from hf_treespec.drafters.flexdraft import FlexDraftOptions
+from hf_treespec.drafters.flexdraft import FlexDraftOptions, FlexDraftSession
 from hf_treespec.trees import DraftTree
 
 
@@ -66,7 +66,7 @@ def test_candidates_below_a_path_score_are_not_verified(shape: str, score: float
 def test_the_rows_that_ride_are_told() -> None:
     """Verification sizes what depends on the rows of its forward by them."""
     model = target("qwen3", "sdpa")
-    session = tiny_flexdraft(model).start(model, 1, 64)
+    session = FlexDraftSession(tiny_flexdraft(model), model, 1, 64)
     assert session.riding_rows == 0
     session.configure(FlexDraftOptions().with_options(flex_mode="parallel"))
     try:
