@@ -681,6 +681,58 @@ def train_treeflash_command(
     _train(lambda: run_treeflash(job, init, gamma=gamma, freeze_backbone=freeze_backbone))
 
 
+@train_app.command("flexdraft")
+def train_flexdraft_command(
+    output: OutputOption,
+    target: TrainTargetOption = "embedded",
+    init: Annotated[
+        str | None, typer.Option(help="FlexDraft drafter to go on with, id or path; a copy of the target if not set.")
+    ] = None,
+    data: DataOption = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Last layers to draft in; 10, or a third of fewer than 30, if not set.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=2, help="Rows of a block, the one for the anchor included.")] = 16,
+    calibration_rank: Annotated[int, typer.Option(min=1, help="Width of the calibration.")] = 256,
+    calibration_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of the calibration; a quarter of `--steps` if not set.")
+    ] = None,
+    sequences: SequencesOption = 4096,
+    held_out_sequences: HeldOutOption = 32,
+    prompt_length: PromptLengthOption = 128,
+    new_tokens: NewTokensOption = 384,
+    temperature: WritingTemperatureOption = 0.8,
+    steps: StepsOption = 2000,
+    batch_size: BatchSizeOption = 4,
+    accumulate: AccumulateOption = 1,
+    anchors: AnchorsOption = 32,
+    loss: LossOption = Loss.kl,
+    optimizer: OptimizerOption = Optimizer.adamw,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 2e-4,
+    save_steps: SaveStepsOption = 250,
+    dtype: TargetPrecisionOption = Precision.auto,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Train a FlexDraft drafter, with which the target drafts in its own last layers.
+
+    Run again with the same options, it goes on where it stopped.
+    """
+    from .training.commands import run_flexdraft
+
+    job = _job(**locals())
+    _train(
+        lambda: run_flexdraft(
+            job,
+            init=init,
+            layers=layers,
+            block_size=block_size,
+            calibration_rank=calibration_rank,
+            calibration_steps=calibration_steps,
+        )
+    )
+
+
 def _job(**options: Any) -> Job:
     """The job that the options of a `train` command describe."""
     from .training.commands import Job

@@ -75,6 +75,7 @@ def test_everything_is_documented():
         "hf-treespec bench",
         "hf-treespec train dflash",
         "hf-treespec train treeflash",
+        "hf-treespec train flexdraft",
     } <= set(found)
     for name, command in found.items():
         assert command.help, name
@@ -365,6 +366,22 @@ class TestTraining:
         assert {path: path.stat().st_mtime_ns for path in (output / "continuations").rglob("*.npy")} == shards
         retrained = AutoDrafter.from_pretrained(output).state_dict()
         assert all(torch.equal(tensor, retrained[name]) for name, tensor in trained.state_dict().items())
+
+    def test_flexdraft(self, paths: tuple[str, str], texts: Path, tmp_path: Path):
+        output = tmp_path / "drafter"
+        options = ("--layers", 2, "--block-size", 4, "--calibration-rank", 4)
+        result = self.train("flexdraft", paths[0], output, texts, *options)
+        assert result.exit_code == 0, result.output
+        assert "eval_attention_tau_chain: " in result.stdout
+        trained = AutoDrafter.from_pretrained(output)
+        assert trained.config.target_layer_ids == [2, 3]
+        log = json.loads((output / "training_log.json").read_text())
+        assert sum("eval_tau_chain" in entry for entry in log["history"]) == 2
+        assert "before the calibration" in (output / "README.md").read_text()
+        assert runner.invoke(app, ["verify", paths[0], str(output), "-p", PROMPT]).exit_code == 0
+        other = self.train("flexdraft", paths[0], tmp_path / "other", texts, "--init", paths[1])
+        assert other.exit_code != 0
+        assert "is a DFlashDrafter" in " ".join(other.stderr.split())
 
     def test_what_is_missing_is_said_in_a_line(self, paths: tuple[str, str], tmp_path: Path):
         result = runner.invoke(app, ["train", "treeflash", "--target", paths[0], "--output", str(tmp_path / "x")])

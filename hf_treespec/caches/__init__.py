@@ -1,6 +1,7 @@
 """Caches that verify a tree in one forward and keep the accepted path of it in place."""
 
 from .capabilities import UnsupportedCacheError, grow_static
-from .commit import TreeCache
+from .commit import TreeCache, scratch_forward
+from .tree_layers import TreeLayer, TreeStaticLayer
 
-__all__ = ["TreeCache", "UnsupportedCacheError", "grow_static"]
+__all__ = ["TreeCache", "TreeLayer", "TreeStaticLayer", "UnsupportedCacheError", "grow_static", "scratch_forward"]

@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from ..attention.masks import LayerKind
 
 
+@contextmanager
+def scratch_forward(cache: Any) -> Iterator[None]:
+    """Inside, what is written to a cache that holds our layers is scratch: the next forward overwrites it.
+
+    For a session that runs layers of the target over the committed prefix between two verification forwards.
+    """
+    rows = next(layer.rows for layer in cache.layers if isinstance(layer, TreeLayer))
+    rows.in_tree = True
+    try:
+        yield
+    finally:
+        rows.in_tree = False
+
+
 class TreeCache:
     """Our layers in a user's cache, from `attach` to `detach`.
 

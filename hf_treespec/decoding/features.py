@@ -68,6 +68,11 @@ class FeatureRecorder:
         if _RECORDING.get() is self and self._fused is None:
             self._last = output[0] if isinstance(output, tuple) else output
 
+    @property
+    def riding_rows(self) -> int:
+        """Rows of each sequence that the session brings into the coming forward's deeper layers by itself."""
+        return self._session.riding_rows
+
     def last_hidden(self, first: int) -> torch.Tensor | None:
         """Last decoder layer's output for the rows from `first` on in the last verification forward, `[B, R, H]`."""
         return None if self._last is None else self._last[:, first:]

@@ -93,7 +93,7 @@ class Verifier:
             cache.tree_forward(width),
             armed(TreeAttention(width, self._masks.prefix_visible, split)),
             self._recorder.verification(),
-            self._expert_swap(width * tokens.shape[0]),
+            self._expert_swap((width + self._recorder.riding_rows) * tokens.shape[0]),
         ):
             outputs = self._target(**inputs, return_dict=True)
         hidden = outputs.hidden_states if self._keep_hidden else None

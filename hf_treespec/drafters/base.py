@@ -98,6 +98,8 @@ class TargetModules:
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
         self._logits_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
         self._logits_multiplier = float(getattr(config, "output_multiplier", None) or 1.0)
+        # Cohere's name for the same.
+        self._logits_multiplier *= float(getattr(config, "logit_scale", None) or 1.0)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -208,8 +210,17 @@ class DraftSession(ABC):
         """Takes the new features into the context without drafting (plain rounds, the end of a call)."""
 
     def extra_rows(self, tree: DraftTree) -> ExtraRows | None:
-        """Rows that ride in the verification forward of `tree`; None for drafters that have none."""
+        """Rows that ride in the verification forward of `tree`; None for drafters that have none.
+
+        Called right before that forward. Rows that enter a deeper layer, by hooks of the session's own, are none of
+        the forward's: a session prepares them here and returns None.
+        """
         return None
+
+    @property
+    def riding_rows(self) -> int:
+        """Rows of each sequence that the session itself brings into deeper layers of the coming forward."""
+        return 0
 
     @property
     @abstractmethod

@@ -163,7 +163,7 @@ def _auto(pair: Pair, name: str) -> Arm:
 
 def _flex(pair: Pair, name: str) -> Arm:
     _only_for(pair, "flexdraft")
-    return _with(pair, name, mode=name.removeprefix("flex-"))
+    return _with(pair, name, flex_mode=name.removeprefix("flex-"))
 
 
 #: Arms by name, each with what it is; `N` stands for a number of verified rows, the root included.

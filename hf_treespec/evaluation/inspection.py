@@ -145,23 +145,35 @@ def _dialect(config: dict[str, Any]) -> str:
 
 
 def _layout(config: Any, target: PreTrainedModel | None) -> dict[str, Any]:
+    """Fields of a drafter; those of its own attention where it has one that is not the target's."""
     layers = config.num_hidden_layers
     text = None if target is None else target.config.get_text_config()
     count = config.num_target_layers or (text.num_hidden_layers if text is not None else None)
     return {
         "layers": layers,
         "hidden_size": config.hidden_size,
-        "heads": config.num_attention_heads,
-        "key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
         "block_size": config.block_size,
-        "windows": [config.layer_window(layer) for layer in range(layers)],
-        "causal": [config.layer_is_causal(layer) for layer in range(layers)],
-        "rope": dict(config.rope_parameters),
-        "max_position_embeddings": config.max_position_embeddings,
         "feature_layers": list(config.target_layer_ids),
         "target_layers": count,
         "vocab_size": config.vocab_size,
+        **(_attention(config) if _has_attention(config) else {}),
+    }
+
+
+def _has_attention(config: Any) -> bool:
+    return hasattr(config, "num_attention_heads")
+
+
+def _attention(config: Any) -> dict[str, Any]:
+    layers = range(config.num_hidden_layers)
+    return {
+        "heads": config.num_attention_heads,
+        "key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "windows": [config.layer_window(layer) for layer in layers],
+        "causal": [config.layer_is_causal(layer) for layer in layers],
+        "rope": dict(config.rope_parameters),
+        "max_position_embeddings": config.max_position_embeddings,
         "mask_token_id": config.mask_token_id,
     }
 
@@ -169,7 +181,9 @@ def _layout(config: Any, target: PreTrainedModel | None) -> dict[str, Any]:
 def _memory(drafter: BlockDrafter) -> dict[str, Any]:
     config = drafter.config
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    numbers = 0
+    if _has_attention(config):
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return {
         "parameters": parameters,
         "dtype": str(drafter.dtype).removeprefix("torch."),
@@ -223,16 +237,26 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
     rows = [("family", f"{found.family}, config.json of {found.dialect}".removeprefix(", "))]
     if found.layout:
         layout, memory = found.layout, found.memory
-        causal = layout["causal"]
-        sees = "causal" if all(causal) else "partly causal" if any(causal) else "two-way"
+        rows.append(("layout", f"{layout['layers']} layers of width {layout['hidden_size']}"))
+        if "heads" in layout:
+            causal = layout["causal"]
+            sees = "causal" if all(causal) else "partly causal" if any(causal) else "two-way"
+            looks = f"{describe_windows(layout['windows'])}; trained to {layout['max_position_embeddings']:,}"
+            rows += [
+                ("heads", f"{layout['heads']} over {layout['key_value_heads']}, of {layout['head_dim']} channels"),
+                ("block", f"{layout['block_size']} rows, {sees}"),
+                ("looks back", looks),
+                ("rotary", describe_rope(layout["rope"])),
+                ("features", draw_layers(layout["feature_layers"], layout["target_layers"])),
+                ("tokens", f"{layout['vocab_size'] or '?'} in all, mask {layout['mask_token_id']}"),
+            ]
+        else:
+            rows += [
+                ("block", f"{layout['block_size']} rows"),
+                ("drafts in", draw_layers(layout["feature_layers"], layout["target_layers"])),
+                ("tokens", f"{layout['vocab_size'] or '?'} in all"),
+            ]
         rows += [
-            ("layout", f"{layout['layers']} layers of width {layout['hidden_size']}"),
-            ("heads", f"{layout['heads']} over {layout['key_value_heads']}, of {layout['head_dim']} channels"),
-            ("block", f"{layout['block_size']} rows, {sees}"),
-            ("looks back", f"{describe_windows(layout['windows'])}; trained to {layout['max_position_embeddings']:,}"),
-            ("rotary", describe_rope(layout["rope"])),
-            ("features", draw_layers(layout["feature_layers"], layout["target_layers"])),
-            ("tokens", f"{layout['vocab_size'] or '?'} in all, mask {layout['mask_token_id']}"),
             ("parameters", f"{memory['parameters']:,}, stored as {memory['dtype']}"),
             ("memory", ", ".join(f"{name} {_size(count)}" for name, count in memory["weight_bytes"].items())),
             (

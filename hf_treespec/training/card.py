@@ -12,6 +12,7 @@ from ..hub import cards
 
 _NAMES = {
     "eval_tau_chain": "acceptance length τ, chain",
+    "eval_attention_tau_chain": "acceptance length τ, chain, before the calibration",
     "eval_tvd": "total variation distance, mean over depths",
     "eval_tvd_first": "total variation distance, first depth",
     "eval_tvd_last": "total variation distance, last depth",

@@ -20,6 +20,7 @@ from .. import embedded
 from ..drafters import AutoDrafter
 from ..drafters.base import BlockDrafter
 from ..drafters.dflash import DFlashConfig, DFlashDrafter
+from ..drafters.flexdraft import FlexDraftDrafter
 from ..drafters.treeflash import TreeFlashDrafter
 from ..sources import find_source
 from . import corpus
@@ -27,6 +28,7 @@ from .card import write_card, write_log
 from .checkpoints import last_checkpoint
 from .continuations import write_continuations
 from .dflash import initialise_from_target, train_dflash
+from .flexdraft import PARTS, train_flexdraft
 from .streams import PromptStream, documents, prompt_stream
 from .treeflash import train_treeflash
 
@@ -70,7 +72,7 @@ class Job:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `train_dflash` and `train_treeflash` take."""
+        """What `train_dflash` and its siblings take."""
         return {
             "prompt_length": self.prompt_length,
             "temperature": self.temperature,
@@ -124,6 +126,43 @@ def run_treeflash(
     options: dict[str, Any] = {"gamma": gamma, "freeze_backbone": freeze_backbone, **job.options}
     metrics = train_treeflash(drafter, target, written, held_out, job.output / "run", **options)
     finish(job, "treeflash", drafter, written, held_out, metrics, options, init=init)
+    return metrics
+
+
+def run_flexdraft(
+    job: Job,
+    *,
+    init: str | None = None,
+    layers: int | None = None,
+    block_size: int = 16,
+    calibration_rank: int = 256,
+    calibration_steps: int | None = None,
+) -> dict[str, float]:
+    """Trains a FlexDraft drafter, by default one that starts as its target. Returns the figures of `train_flexdraft`.
+
+    Args:
+        init: A FlexDraft drafter to train on: Hub id or path; the options of a fresh one then count for nothing.
+        layers: Last layers of the target to draft in; None = see `FlexDraftDrafter.from_target`.
+
+    Raises:
+        ValueError: The drafter is of another family or does not fit the target, or the data are too few.
+    """
+    target, tokenizer = load_target(job)
+    torch.manual_seed((job.run or {}).get("seed", 0))
+    if init is None:
+        drafter = FlexDraftDrafter.from_target(
+            target, layers, block_size=block_size, calibration_rank=calibration_rank
+        ).float()
+    else:
+        start = AutoDrafter.from_pretrained(init, dtype=torch.float32).to(target.device)
+        if not isinstance(start, FlexDraftDrafter):
+            raise ValueError(f"{init} is a {type(start).__name__}, not a FlexDraft drafter to train on.")
+        drafter = start
+    drafter.check_target(target)
+    written, held_out = gather(job, target, tokenizer)
+    options: dict[str, Any] = {"calibration_steps": calibration_steps, **job.options}
+    metrics = train_flexdraft(drafter, target, written, held_out, job.output / "run", **options)
+    finish(job, "flexdraft", drafter, written, held_out, metrics, options, init=init)
     return metrics
 
 
@@ -200,7 +239,7 @@ def _streams(job: Job, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream
 def finish(
     job: Job,
     family: str,
-    drafter: DFlashDrafter,
+    drafter: BlockDrafter,
     written: np.ndarray,
     held_out: np.ndarray,
     metrics: dict[str, float],
@@ -209,6 +248,8 @@ def finish(
 ) -> None:
     """Writes the drafter, its card and the log."""
     drafter.save_pretrained(job.output)
+    run = job.output / "run"
+    runs = [run / part for part in PARTS] if family == "flexdraft" else [run]
     log = {
         "family": family,
         "target": job.target,
@@ -222,7 +263,7 @@ def finish(
         "drafter": drafter.config.to_diff_dict(),
         "job": asdict(job),
         "metrics": metrics,
-        "history": history(job.output / "run"),
+        "history": [entry for run in runs for entry in history(run)],
     }
     write_log(job.output, log)
     write_card(job.output, drafter, log)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerControl, TrainingArguments
 
-from ..drafters.base import TargetModules
+from ..drafters.base import BlockDrafter, TargetModules
 from ..drafters.dflash import DFlashDrafter
 from .acceptance import acceptance_lengths
 from .agreement import depth_agreement
@@ -67,13 +67,14 @@ class DistillationObjective(nn.Module):
         gamma: Decay of the weights along a block, see `slot_weights`.
     """
 
+    drafter: BlockDrafter
     target: PreTrainedModel
     borrowed: TargetModules
     teacher: TargetModules
 
     def __init__(
         self,
-        drafter: DFlashDrafter,
+        drafter: BlockDrafter,
         target: PreTrainedModel,
         *,
         anchors: int = 128,
@@ -98,26 +99,69 @@ class DistillationObjective(nn.Module):
 
     def loss_at(self, input_ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Loss over the blocks of given anchors, long `[B, A]`."""
-        drafter, modules = self.drafter, self.borrowed
-        features, teacher = teacher_forward(self.target, input_ids, drafter.config.target_layer_ids)
-        hidden = draft_blocks(drafter, modules, input_ids, features, anchors)
-        places = anchors[:, :, None] + torch.arange(1, drafter.drafted_depths + 1, device=anchors.device)
+        hidden, teacher = self.draft(input_ids, anchors)
+        places = anchors[:, :, None] + torch.arange(1, self.drafter.drafted_depths + 1, device=anchors.device)
         batch = torch.arange(len(input_ids), device=anchors.device)[:, None, None]
-        labels, known = modules.columns(input_ids[batch, places])
+        labels, known = self.borrowed.columns(input_ids[batch, places])
         weights = torch.tensor(self.slot_weights, device=hidden.device).expand(places.shape)
         if self.loss == "ce":
             weights = weights * known
-        return distillation_loss(
+        return self.rows_loss(
             hidden.flatten(0, 2),
+            input_ids.gather(1, anchors)[:, :, None].expand(places.shape).flatten(),
             teacher[batch, places - 1].flatten(0, 2),
             labels.flatten(),
             weights.flatten(),
+        )
+
+    def draft(self, input_ids: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final hidden states of drafted rows `[B, A, D, H]`, and the target's own `[B, T, H]`."""
+        drafter = self.drafter
+        assert isinstance(drafter, DFlashDrafter)
+        features, teacher = teacher_forward(self.target, input_ids, drafter.config.target_layer_ids)
+        return draft_blocks(drafter, self.borrowed, input_ids, features, anchors), teacher
+
+    def rows_loss(
+        self,
+        hidden: torch.Tensor,
+        bonus: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Loss of drafted rows, see `distillation_loss`; `bonus`, long `[rows]`, is the anchor each row follows."""
+        modules = self.borrowed
+        return distillation_loss(
+            hidden,
+            teacher_hidden,
+            labels,
+            weights,
             modules.logits,
             lambda states: modules.restrict(self.teacher.logits(states)),
             kind=self.loss,
             temperature=self.temperature,
             vocab_size=modules.vocab_size,
         )
+
+    def measure(self, sequences: torch.Tensor, settings: RunSettings) -> dict[str, float]:
+        """Acceptance lengths `tau_…` and the distance to the target, on sequences `[n, L]` that the target wrote.
+
+        `tvd` is the mean total variation distance over all depths; `tvd_first` and `tvd_last` are those of the first
+        and the last depth.
+        """
+        drafter, target = self.drafter, self.target
+        assert isinstance(drafter, DFlashDrafter)
+        found = acceptance_lengths(drafter, target, sequences, settings.prompt_length, tree_nodes=settings.tree_nodes)
+        distances = depth_agreement(
+            drafter,
+            target,
+            sequences,
+            settings.prompt_length,
+            temperature=self.temperature,
+            ranks=(1,),
+            stride=settings.eval_stride,
+        ).total_variation
+        return {**found, "tvd": sum(distances) / len(distances), "tvd_first": distances[0], "tvd_last": distances[-1]}
 
 
 @dataclass(frozen=True)
@@ -198,32 +242,12 @@ class DistillationTrainer(Trainer):
         sequences = torch.stack([dataset[index]["input_ids"] for index in range(len(dataset))])
         was_training = objective.training
         objective.eval()
-        found = measure(objective, sequences.to(objective.target.device), self.settings)
+        found = objective.measure(sequences.to(objective.target.device), self.settings)
         objective.train(was_training)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-
-def measure(objective: DistillationObjective, sequences: torch.Tensor, settings: RunSettings) -> dict[str, float]:
-    """Acceptance lengths `tau_…` and the distance to the target, on sequences `[n, L]` that the target wrote.
-
-    `tvd` is the mean total variation distance over all depths; `tvd_first` and `tvd_last` are those of the first and
-    the last depth.
-    """
-    drafter, target = objective.drafter, objective.target
-    found = acceptance_lengths(drafter, target, sequences, settings.prompt_length, tree_nodes=settings.tree_nodes)
-    distances = depth_agreement(
-        drafter,
-        target,
-        sequences,
-        settings.prompt_length,
-        temperature=objective.temperature,
-        ranks=(1,),
-        stride=settings.eval_stride,
-    ).total_variation
-    return {**found, "tvd": sum(distances) / len(distances), "tvd_first": distances[0], "tvd_last": distances[-1]}
 
 
 def distill(
@@ -242,7 +266,7 @@ def distill(
         held_out: Prompts and continuations of the target to measure on, `[m, L']`.
 
     Returns:
-        The held-out figures at the end, those of `measure` each led by `eval_`, and the `Meter`'s.
+        The held-out figures at the end, those of the objective's `measure` each led by `eval_`, and the `Meter`'s.
     """
     arguments = settings.arguments(output_dir)
     own = None

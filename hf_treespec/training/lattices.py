@@ -8,9 +8,14 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from ..drafters.base import BlockDrafter, DraftState
+from ..configuration import TreeSpecConfig
+from ..drafters.base import BlockDrafter, DraftState, TargetModules
+from ..drafters.flexdraft import FlexDraftDrafter, packed_blocks
 from ..trees import DraftLattice
 from .teacher import teacher_forward
+
+#: Places whose blocks are packed into one forward.
+_ANCHORS_AT_ONCE = 32
 
 
 @torch.no_grad()
@@ -30,7 +35,7 @@ def lattices_along(
     last one into its context, so the drafts are exactly those of a call that decodes the texts.
 
     Args:
-        drafter: Any drafter that drafts from features alone (none with extra rows in the verification forward).
+        drafter: A drafter that drafts from features alone, or inside the target (FlexDraft).
         sequences: Texts of one length, long `[B, L]`.
         prompt_length: Position of the first anchor.
         width: Children a parent may need.
@@ -41,6 +46,9 @@ def lattices_along(
         `(anchor, lattice, chain)` for each anchor whose whole block lies in the text: the lattice `[B, D, M, K]` on
         the CPU, and the lattice of width 1 where it is asked for.
     """
+    if isinstance(drafter, FlexDraftDrafter):
+        yield from _packed_lattices(drafter, target, sequences, prompt_length, width, stride, chains)
+        return
     batch, length = sequences.shape
     session = drafter.start(target, batch, length)
     if drafter.treespec_config is not None:
@@ -72,6 +80,28 @@ def lattices_along(
             done = anchor
     finally:
         session.close()
+
+
+def _packed_lattices(
+    drafter: FlexDraftDrafter,
+    target: PreTrainedModel,
+    sequences: torch.Tensor,
+    prompt_length: int,
+    width: int,
+    stride: int,
+    chains: bool,
+) -> Iterator[tuple[int, DraftLattice, DraftLattice | None]]:
+    """`lattices_along` of a drafter that drafts inside the target: many places in one forward, without a cache."""
+    modules, depth = TargetModules(target), drafter.drafted_depths
+    temperature = (drafter.treespec_config or TreeSpecConfig()).drafter_temperature
+    places = torch.arange(prompt_length, sequences.shape[1] - depth, stride, device=sequences.device)
+    for anchors in places.split(_ANCHORS_AT_ONCE):
+        packed = packed_blocks(drafter, target, sequences, anchors.expand(len(sequences), -1))
+        for index, anchor in enumerate(anchors.tolist()):
+            logits = drafter.calibrated_logits(modules, packed.drafted[:, index], sequences[:, anchor]) / temperature
+            best, tokens = logits.topk(min(width, logits.shape[-1]))
+            lattice = on_host(DraftLattice.marginal(tokens, best - logits.logsumexp(-1, keepdim=True)))
+            yield anchor, lattice, best_chain(lattice) if chains else None
 
 
 def on_host(lattice: DraftLattice) -> DraftLattice:

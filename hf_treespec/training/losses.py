@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 _CHUNK_ELEMENTS = 1 << 22
 
@@ -61,7 +62,7 @@ def distillation_loss(
     temperature: float,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Weighted mean loss of drafted rows.
+    """Weighted mean loss of drafted rows, with a gradient to their states.
 
     Args:
         hidden: The drafter's final hidden states, `[rows, H]`.
@@ -78,6 +79,46 @@ def distillation_loss(
     Raises:
         ValueError: `kind` is neither.
     """
+    row_loss = _row_loss(teacher_hidden, labels, teacher_head, kind, temperature)
+    return _ChunkedLoss.apply(hidden, weights, head, row_loss, rows_at_once(vocab_size)) / weights.sum()
+
+
+def calibration_loss(
+    hidden: torch.Tensor,
+    bias: Callable[[slice], torch.Tensor],
+    teacher_hidden: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    kind: str,
+    temperature: float,
+    vocab_size: int,
+) -> torch.Tensor:
+    """`distillation_loss` of logits with a bias and over the target's own head, with a gradient to the parameters of the bias.
+
+    Args:
+        hidden: The drafter's final hidden states, `[rows, H]`.
+        bias: Bias `[rows, V]` of a chunk's rows; computed again for the gradient.
+    """
+    row_loss = _row_loss(teacher_hidden, labels, head, kind, temperature)
+
+    def chunk_loss(rows: slice) -> torch.Tensor:
+        return (row_loss(head(hidden[rows]) + bias(rows), rows) * weights[rows]).sum()
+
+    chunk, total = rows_at_once(vocab_size), weights.new_zeros(())
+    for start in range(0, len(hidden), chunk):
+        total = total + checkpoint(chunk_loss, slice(start, start + chunk), use_reentrant=False)
+    return total / weights.sum()
+
+
+def _row_loss(
+    teacher_hidden: torch.Tensor,
+    labels: torch.Tensor,
+    teacher_head: Callable[[torch.Tensor], torch.Tensor],
+    kind: str,
+    temperature: float,
+) -> RowLoss:
     if kind not in ("kl", "ce"):
         raise ValueError(f'loss is {kind!r}; it must be "kl" or "ce".')
 
@@ -89,4 +130,4 @@ def distillation_loss(
         # Σ p (lse − logit) = lse − p · logit, as p sums to one.
         return logits.logsumexp(-1) - (wanted * logits).sum(-1)
 
-    return _ChunkedLoss.apply(hidden, weights, head, row_loss, rows_at_once(vocab_size)) / weights.sum()
+    return row_loss

@@ -1,0 +1,158 @@
+"""Trains a FlexDraft drafter: projections of mask rows, then calibration by the bonus token (arXiv 2605.20022)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..drafters.flexdraft import FlexDraftDrafter, packed_blocks
+from .acceptance import acceptance_lengths
+from .distillation import DistillationObjective, Gamma, RunSettings, distill
+from .losses import calibration_loss
+
+Part = Literal["attention", "calibration"]
+
+#: What is trained, one after the other.
+PARTS: tuple[Part, ...] = ("attention", "calibration")
+
+
+class FlexDraftObjective(DistillationObjective):
+    """The loss of blocks that the target drafts in its last layers, under teacher forcing.
+
+    The texts are the target's own, so that the anchor of a block is its own prediction: what the bonus token is when
+    decoding.
+
+    Args:
+        part: `"attention"` trains projections and mask embedding, on logits that are not calibrated; `"calibration"`
+            trains the calibration over drafts that stay as they are.
+        options: Those of `DistillationObjective`.
+
+    Raises:
+        ValueError: The drafter has no calibration to train.
+    """
+
+    drafter: FlexDraftDrafter
+
+    def __init__(
+        self,
+        drafter: FlexDraftDrafter,
+        target: PreTrainedModel,
+        *,
+        part: Part = "attention",
+        **options: Any,
+    ) -> None:
+        super().__init__(drafter, target, **options)
+        self.part = part
+        if part == "calibration" and drafter.anchor_bias_mlp is None:
+            raise ValueError(
+                "the drafter has no calibration to train (its configuration's calibration_rank is None); start from "
+                "FlexDraftDrafter.from_target with a calibration_rank."
+            )
+        drafter.requires_grad_(part == "attention")
+        if drafter.anchor_bias_mlp is not None:
+            drafter.anchor_bias_mlp.requires_grad_(part == "calibration")
+
+    def draft(self, input_ids: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.set_grad_enabled(self.part == "attention" and torch.is_grad_enabled()):
+            packed = packed_blocks(self.drafter, self.target, input_ids, anchors)
+        return packed.drafted, packed.teacher
+
+    def rows_loss(
+        self,
+        hidden: torch.Tensor,
+        bonus: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        if self.part == "attention":
+            return super().rows_loss(hidden, bonus, teacher_hidden, labels, weights)
+        calibration, modules = self.drafter.anchor_bias_mlp, self.borrowed
+        assert calibration is not None
+        with torch.no_grad():
+            embedded = modules.embed(bonus, hidden.dtype)
+        return calibration_loss(
+            hidden,
+            lambda rows: calibration(embedded[rows], hidden[rows]),
+            teacher_hidden,
+            labels,
+            weights,
+            modules.logits,
+            kind=self.loss,
+            temperature=self.temperature,
+            vocab_size=modules.vocab_size,
+        )
+
+    def measure(self, sequences: torch.Tensor, settings: RunSettings) -> dict[str, float]:
+        """Acceptance lengths `tau_…` on sequences `[n, L]` that the target wrote."""
+        return acceptance_lengths(
+            self.drafter, self.target, sequences, settings.prompt_length, tree_nodes=settings.tree_nodes
+        )
+
+
+def train_flexdraft(
+    drafter: FlexDraftDrafter,
+    target: PreTrainedModel,
+    sequences: np.ndarray,
+    held_out: np.ndarray,
+    output_dir: str | Path,
+    *,
+    anchors: int = 128,
+    loss: str = "kl",
+    temperature: float = 1.0,
+    gamma: Gamma = "paper",
+    calibration_steps: int | None = None,
+    **run: Any,
+) -> dict[str, float]:
+    """Trains `drafter`, such as `FlexDraftDrafter.from_target` makes one, in place: attention, then calibration.
+
+    Runs that find a checkpoint in `output_dir` go on from it; a killed run loses at most `save_steps` steps.
+
+    Args:
+        sequences: Continuations sampled from the target to train on, `[n, L]`.
+        held_out: Prompts and continuations of the target to measure on, `[m, L']`.
+        anchors: Blocks drawn for each sequence, anew each time it is seen.
+        loss: `"kl"` to the target's distribution at `temperature`, or `"ce"` to the tokens.
+        gamma: Decay of the weights along a block, as DFlash has it; None = none.
+        calibration_steps: Steps of the calibration; None = a quarter of `max_steps`. A drafter without a calibration
+            trains its attention alone.
+        run: Fields of `RunSettings`; `prompt_length` is required.
+
+    Returns:
+        See `distill`: the held-out acceptance lengths at the end, `eval_tau_chain` and `eval_tau_tree_N`, and as
+        `eval_attention_tau_…` those before the calibration.
+
+    Raises:
+        RuntimeError: The target is not what it was before.
+    """
+    before, settings = fingerprint(target), RunSettings(**run)
+    options: dict[str, Any] = {"anchors": anchors, "loss": loss, "temperature": temperature, "gamma": gamma}
+    metrics: dict[str, float] = {}
+    try:
+        for part in PARTS if drafter.anchor_bias_mlp is not None else PARTS[:1]:
+            if part == "calibration":
+                metrics = {name.replace("eval_", "eval_attention_"): value for name, value in metrics.items()}
+                steps = calibration_steps or max(1, settings.max_steps // 4)
+                settings = RunSettings(**{**run, "max_steps": steps})
+            objective = FlexDraftObjective(drafter, target, part=part, **options)
+            found = distill(objective, sequences, held_out, Path(output_dir) / part, settings)
+            metrics = {**metrics, **found}
+    finally:
+        drafter.requires_grad_(True)
+    if fingerprint(target) != before:
+        raise RuntimeError("the target's weights changed while its drafter was trained; load it anew.")
+    return metrics
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 of every tensor of a model, by name."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
