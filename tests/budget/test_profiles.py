@@ -179,7 +179,7 @@ def test_two_processes_write_at_once(store: ProfileStore) -> None:
         writer.stdin.write("go\n")
         writer.stdin.flush()
     for writer in writers:
-        _, errors = writer.communicate(timeout=120)
+        _, errors = writer.communicate(timeout=300)
         assert (writer.returncode, errors) == (0, "")
     last = store.load(KEY)
     assert last is not None

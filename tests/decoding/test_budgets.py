@@ -189,7 +189,7 @@ def test_a_second_process_starts_from_the_profile(profiles: Path) -> None:
     command = [sys.executable, "-c", program]
     told = []
     for _ in range(2):
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
         told.append(json.loads(ended.stdout.splitlines()[-1]))
     assert "calibrating" in told[0]
     assert "calibrating" not in told[1]

@@ -74,7 +74,7 @@ def user_script(hub: LoopbackHub, tmp_path: Path) -> UserScript:
             env={**inherited, **settings, **environment},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
