@@ -95,7 +95,7 @@ def calibration_loss(
     temperature: float,
     vocab_size: int,
 ) -> torch.Tensor:
-    """`distillation_loss` of logits with a bias and over the target's own head, with a gradient to the parameters of the bias.
+    """`distillation_loss` of the target's logits with a bias, with a gradient to the parameters of the bias.
 
     Args:
         hidden: The drafter's final hidden states, `[rows, H]`.
