@@ -27,7 +27,9 @@ def test_blocks_have_the_published_logits(tmp_path: Path, name: str):
 def test_the_head_of_a_reduced_vocabulary_proposes_target_tokens(tmp_path: Path):
     drafter = AutoDrafter.from_pretrained(published(tmp_path, "speculators")).eval()
     session = drafter.start(target_of(drafter), 1, 64)
-    for state, wanted in zip(golden_states(drafter, session, width=VOCAB), golden("speculators")["logits"], strict=True):
+    for state, wanted in zip(
+        golden_states(drafter, session, width=VOCAB), golden("speculators")["logits"], strict=True
+    ):
         lattice = session.propose(state)
         log_probs = torch.tensor(wanted)[1:].log_softmax(-1)
         assert lattice.tokens.shape == (1, 3, 1, len(REDUCED))
