@@ -1,10 +1,13 @@
 """Weights and inputs by formula, the same under any torch, which the numbers in `golden/` were computed from.
 
-Each file there holds what the published code of a dialect computed in float32 on a CPU (`made_by` says which release of
-which project, under which torch and transformers): the `config.json` and the tensors' shapes as that code writes them,
-and the logits of two blocks, or the nodes of a tree. The code was given the tensors of `tensors` below as its weights,
-`features` as the target's hidden states, and `rows` as the borrowed embedding and head where it has none of its own:
-first the features of positions 0 to 6 and the anchor at 7, then those of 7 to 9 and the anchor at 10.
+Each file there holds what the published code of a dialect computed in float32 on a CPU (`made_by` says which release
+of which project, under which torch and transformers): the `config.json` and the tensors' shapes as that code writes
+them, and the logits of two blocks, or the nodes of a tree. The code was given the tensors of `tensors` below as its
+weights, `features` as the target's hidden states, and `rows` as the borrowed embedding and head where it has none of
+its own: first the features of positions 0 to 6 and the anchor at 7, then those of 7 to 9 and the anchor at 10.
+
+What was added by hand: JetSpec's adapter narrows features that its code leaves the embedding of, so that checkpoint
+has an embedding and a head of its own here; and the speculators one has the embedding that releases before 0.9 wrote.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_a_reduced_head_without_its_map_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_transformers_own_loop_is_refused_where_it_would_draft_with_other_modules(tmp_path: Path):
     drafter = load(tmp_path, "deepspec")
-    with pytest.raises(ValueError, match="sample_from_anchor=True. Leave out speculation_type"):
+    with pytest.raises(ValueError, match=r"sample_from_anchor=True\. Leave out speculation_type"):
         drafter(torch.zeros(1, 4, 32), torch.zeros(1, 2, 64))
 
 
