@@ -135,7 +135,7 @@ class AutoDrafter:
                 f"architectures {checkpoint.config.get('architectures')}. Known families: {_known_families()}."
             )
         checkpoint.check_family(family)
-        drafter = cast(BlockDrafter, family.from_pretrained(files.folder, use_safetensors=True, **kwargs))
+        drafter = cast(BlockDrafter, family.from_pretrained(files.folder, **kwargs))
         drafter.config.name_or_path = drafter.name_or_path = source
         if target is not None:
             drafter.check_target(target)

@@ -47,6 +47,8 @@ class LoudLoading:
         """
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True
+        # Else transformers takes pickled weights where there are no others.
+        kwargs.setdefault("use_safetensors", True)
         with _loading():
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         found = {

@@ -15,9 +15,11 @@ import torch
 from loopback import LoopbackHub
 from pairs import build_pair
 from safetensors.torch import load, save
+from transformers import AutoModel
 
 from hf_treespec import AutoDrafter
 from hf_treespec.drafters.checkpoint import CheckpointError
+from hf_treespec.drafters.dflash import DFlashDrafter
 
 REPOSITORY = "mallory/drafter"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,25 +37,39 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture
-def refused(hub: LoopbackHub, cache: Path, tmp_path: Path) -> Callable[..., None]:
-    """Loads files from a folder and from the Hub, and sees to it that they are refused and nothing is left behind."""
+def refused(tmp_path: Path) -> Callable[..., None]:
+    """Loads files from a folder and sees to it that they are refused by name, at no cost, and leave nothing behind."""
 
     def check(files: Files, message: str, error: type[Exception] = CheckpointError) -> None:
         folder = tmp_path / "folder"
         folder.mkdir()
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        hub.create(REPOSITORY, files)
         before = set(tmp_path.rglob("*"))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for source in (folder, REPOSITORY):
-            with pytest.raises(error, match=message):
-                AutoDrafter.from_pretrained(source)
-        home = cache.parent
-        written = {path for path in set(tmp_path.rglob("*")) - before if home not in (path, *path.parents)}
-        assert not written
+        with pytest.raises(error, match=message):
+            AutoDrafter.from_pretrained(folder)
+        assert set(tmp_path.rglob("*")) == before
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
         assert grown < 100, f"{grown} MB"
+
+    return check
+
+
+@pytest.fixture
+def refused_everywhere(
+    refused: Callable[..., None], hub: LoopbackHub, cache: Path, tmp_path: Path
+) -> Callable[..., None]:
+    """The same from a folder and from the Hub, whose cache is all that is written to."""
+
+    def check(files: Files, message: str, error: type[Exception] = CheckpointError) -> None:
+        refused(files, message, error)
+        hub.create(REPOSITORY, files)
+        before = set(tmp_path.rglob("*"))
+        with pytest.raises(error, match=message):
+            AutoDrafter.from_pretrained(REPOSITORY)
+        home = cache.parent
+        assert not {path for path in set(tmp_path.rglob("*")) - before if home not in (path, *path.parents)}
 
     return check
 
@@ -79,15 +95,26 @@ class Canary:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
-def test_pickled_weights_are_not_opened(sound: Files, refused: Callable[..., None], tmp_path: Path, name: str):
+def test_pickled_weights_are_not_opened(
+    sound: Files, refused_everywhere: Callable[..., None], tmp_path: Path, name: str
+):
     canary = tmp_path / "canary"
     weights = pickle.dumps(Canary(canary))
     pickle.loads(weights)
     assert canary.exists()  # it would have
     canary.unlink()
     files = {"config.json": sound["config.json"], name: weights}
-    refused(files, rf"its weights are pickled \({name}\); unpickling runs whatever code is in the file")
+    refused_everywhere(files, rf"its weights are pickled \({name}\); unpickling runs whatever code is in the file")
     assert not canary.exists()
+
+
+def test_a_family_opens_no_pickled_weights_either(sound: Files, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes(sound["config.json"])
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    for load_from in (DFlashDrafter.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises(OSError, match="safetensors"):
+            load_from(tmp_path)
+    assert not (tmp_path / "canary").exists()
 
 
 def test_pickled_weights_beside_sound_ones_are_left_alone(hub: LoopbackHub, sound: Files, tmp_path: Path):
@@ -113,9 +140,9 @@ def test_pickled_weights_beside_sound_ones_are_left_alone(hub: LoopbackHub, soun
         "",
     ],
 )
-def test_an_index_that_leads_elsewhere(sound: Files, refused: Callable[..., None], name: str):
+def test_an_index_that_leads_elsewhere(sound: Files, refused_everywhere: Callable[..., None], name: str):
     index = json.dumps({"weight_map": {"fc.weight": name}}).encode()
-    refused({"config.json": sound["config.json"], INDEX: index}, "a shard is a .* file beside it")
+    refused_everywhere({"config.json": sound["config.json"], INDEX: index}, "a shard is a .* file beside it")
 
 
 def test_a_linked_folder_is_not_followed(sound: Files, tmp_path: Path):
@@ -149,11 +176,11 @@ def test_an_index_that_makes_no_sense(sound: Files, refused: Callable[..., None]
     refused({"config.json": sound["config.json"], INDEX: index}, message)
 
 
-def test_shards_that_contradict_each_other(sound: Files, refused: Callable[..., None]):
+def test_shards_that_contradict_each_other(sound: Files, refused_everywhere: Callable[..., None]):
     tensors = load(sound[WEIGHTS])
     first = save({"fc.weight": tensors["fc.weight"]})
     index = json.dumps({"weight_map": {"fc.weight": "a.safetensors", "norm.weight": "b.safetensors"}}).encode()
-    refused(
+    refused_everywhere(
         {"config.json": sound["config.json"], INDEX: index, "a.safetensors": first, "b.safetensors": first},
         "tensors are in several files: fc.weight",
     )
@@ -207,8 +234,8 @@ def test_malformed_weights(sound: Files, refused: Callable[..., None], weights: 
     refused(sound | {WEIGHTS: weights}, message)
 
 
-def test_truncated_weights(sound: Files, refused: Callable[..., None]):
-    refused(sound | {WEIGHTS: sound[WEIGHTS][:-1]}, "no sound safetensors file")
+def test_truncated_weights(sound: Files, refused_everywhere: Callable[..., None]):
+    refused_everywhere(sound | {WEIGHTS: sound[WEIGHTS][:-1]}, "no sound safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -277,9 +304,9 @@ def test_wrong_shapes(sound: Files, refused: Callable[..., None]):
     refused(sound | {WEIGHTS: save(tensors, {"format": "pt"})}, message, ValueError)
 
 
-def test_no_weights_at_all(sound: Files, refused: Callable[..., None]):
-    refused({"config.json": sound["config.json"]}, "has no weights", FileNotFoundError)
+def test_no_weights_at_all(sound: Files, refused_everywhere: Callable[..., None]):
+    refused_everywhere({"config.json": sound["config.json"]}, "has no weights", FileNotFoundError)
 
 
-def test_no_configuration(sound: Files, refused: Callable[..., None]):
-    refused({WEIGHTS: sound[WEIGHTS]}, "has no config.json", FileNotFoundError)
+def test_no_configuration(sound: Files, refused_everywhere: Callable[..., None]):
+    refused_everywhere({WEIGHTS: sound[WEIGHTS]}, "has no config.json", FileNotFoundError)
