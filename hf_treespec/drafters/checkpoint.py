@@ -1,8 +1,8 @@
 """What a checkpoint holds, read and checked before anything is built from it.
 
 Files from the Hub are a stranger's. The idea here: a checkpoint may ask for no more than it carries. Weights are
-safetensors, which cannot execute anything; the index names files beside it and nothing else; the sizes that
-config.json asks for are held against the shapes in the files' headers, so that no number in it makes the loader
+safetensors, which cannot execute anything; the index names files beside it and nothing else; what config.json asks for
+is built without memory and held against the shapes in the files' headers, so that no number in it makes the loader
 allocate.
 """
 
@@ -26,19 +26,17 @@ from ..sources import ModelFiles
 _LARGEST_JSON = 16 * 2**20
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-#: Fields that a layer stack grows with: at most one a tensor.
-_COUNTS = ("num_hidden_layers",)
-#: Fields that are, or divide, the dimension of some tensor.
-_WIDTHS = (
-    "hidden_size",
-    "intermediate_size",
-    "head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "target_hidden_size",
-)
-#: Fields that only bound what is computed; far beyond any drafter's.
-_LIMITS = {"block_size": 4096, "vocab_size": 2**24, "draft_vocab_size": 2**24}
+#: Sizes: positive whole numbers, and at most so much where building the modules alone would take long.
+_SIZES = {
+    "num_hidden_layers": 512,
+    "hidden_size": None,
+    "intermediate_size": None,
+    "head_dim": None,
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "target_hidden_size": None,
+    "block_size": 4096,
+}
 #: Fields under which transformers takes a repository's name and runs the code in it.
 _CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
@@ -93,11 +91,12 @@ class Checkpoint:
             name = path.rpartition(".")[2]
             if name in _CODE and "/" in str(value):
                 raise self._error(f"{path} is {value!r}, which would run the code of that repository. Remove it.")
-            known = name in (*_COUNTS, *_WIDTHS, *_LIMITS)
-            if known and value is not None and (type(value) is not int or value < 1):
+            if name not in _SIZES or value is None:
+                continue
+            if type(value) is not int or value < 1:
                 raise self._error(f"{path} is {value!r} instead of a positive whole number.")
-            if known and value is not None and value > _LIMITS.get(name, value):
-                raise self._error(f"{path} is {value:,}; at most {_LIMITS[name]:,} makes sense.")
+            if value > (_SIZES[name] or value):
+                raise self._error(f"{path} is {value:,}; at most {_SIZES[name]:,} makes sense.")
 
     def read_shapes(self) -> None:
         """Reads the shapes of all tensors from the files' headers, after downloading them if need be.
@@ -113,7 +112,6 @@ class Checkpoint:
             self.shapes = self._read_header(path)
         else:
             self._read_shards(self._read_json(path).get("weight_map"))
-        self._check_sizes()
 
     def _without_weights(self) -> Exception:
         pickle = self.files.find(*_PICKLES)
@@ -155,18 +153,6 @@ class Checkpoint:
         with path.open("rb") as file:
             header = self._parse(file.read(int.from_bytes(file.read(8), "little")), f"the header of {path.name}")
         return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-
-    def _check_sizes(self) -> None:
-        """Holds each size of the configuration against what the files hold."""
-        widest = max((max(shape, default=1) for shape in self.shapes.values()), default=0)
-        for path, value in _fields(self.config):
-            name = path.rpartition(".")[2]
-            if value is None:
-                continue
-            if name in _COUNTS and value > len(self.shapes):
-                raise self._error(f"{path} is {value:,}, but its files hold {len(self.shapes)} tensors.")
-            if name in _WIDTHS and value > widest:
-                raise self._error(f"{path} is {value:,}, but no tensor in its files is wider than {widest:,}.")
 
     def check_family(self, family: type[PreTrainedModel]) -> None:
         """Builds the drafter that the configuration describes without memory for its weights, and counts them.

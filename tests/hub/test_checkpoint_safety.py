@@ -241,12 +241,17 @@ def test_truncated_weights(sound: Files, refused_everywhere: Callable[..., None]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000, but its files hold 14 tensors"),
-        ({"hidden_size": 10**9}, "hidden_size is 1,000,000,000, but no tensor in its files is wider than"),
-        ({"head_dim": 10**9}, "head_dim is 1,000,000,000, but no tensor"),
-        ({"num_attention_heads": 10**6}, "num_attention_heads is 1,000,000, but no tensor"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000; at most 512 makes sense"),
         ({"block_size": 10**9}, "block_size is 1,000,000,000; at most"),
-        ({"num_hidden_layers": 14, "layer_types": None}, "parameters, but its files hold"),
+        ({"hidden_size": 10**9}, "parameters, but its files hold"),
+        (
+            {"hidden_size": 10**12, "target_hidden_size": 10**12},
+            "config.json describes no DFlashDrafter that can be built",
+        ),
+        ({"intermediate_size": 10**9}, "parameters, but its files hold"),
+        ({"head_dim": 10**9}, "parameters, but its files hold"),
+        ({"num_attention_heads": 10**6}, "parameters, but its files hold"),
+        ({"num_hidden_layers": 100, "layer_types": None}, "parameters, but its files hold"),
         ({"target_layer_ids": [1] * 1000}, "parameters, but its files hold"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1 instead of a positive whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0 instead"),
