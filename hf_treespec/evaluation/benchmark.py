@@ -14,7 +14,7 @@ from ..drafters.base import BlockDrafter
 from .arms import Arm, Pair, build_arms, parse_arms
 from .encoding import Inputs, encode_turns, pad_left
 from .measurement import ArmResult, repeated_ngrams
-from .prompt_sets import PromptSet
+from .prompt_sets import HubSet, PromptSet
 from .timing import timed_generate
 from .verification import Difference, judge_differences
 
@@ -84,6 +84,7 @@ class Section:
         started: Requests, the last of which may have been cut off.
         skipped: Why arms could not run.
         notes: What a reader must know of the prompts.
+        source: The data set of the Hub they are from, if they are.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Section:
     started: list[Sample] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    source: HubSet | None = None
 
     @property
     def samples(self) -> list[Sample]:
@@ -131,7 +133,7 @@ class Benchmark:
         self.prompt_sets, self.settings = prompt_sets, settings or Settings()
         self.names = parse_arms(arms)
         self.arms, self._unavailable = build_arms(self.names, Pair(target, drafter, self._max_length()))
-        self.datasets = [Section(prompts.name, notes=prompts.notes) for prompts in prompt_sets]
+        self.datasets = [Section(prompts.name, notes=prompts.notes, source=prompts.source) for prompts in prompt_sets]
         self.batches = [Section(f"batch {size}", size) for size in batch_sizes]
         self.partial = False
         self._failed: dict[int, dict[str, str]] = {}

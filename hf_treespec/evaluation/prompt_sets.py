@@ -21,6 +21,16 @@ _CODE = "Write a solution to the following problem and make sure that it passes 
 
 
 @dataclass(frozen=True)
+class HubSet:
+    """Where a data set is on the Hub, and how a row of it becomes user turns."""
+
+    path: str
+    config: str | None
+    split: str
+    turns: Callable[[Mapping[str, Any]], Sequence[str]]
+
+
+@dataclass(frozen=True)
 class PromptSet:
     """Prompts of one kind.
 
@@ -29,22 +39,14 @@ class PromptSet:
         prompts: User turns of each prompt.
         chat: Whether they are said to a model, in its chat template; otherwise they are text to go on from.
         notes: What a reader of the results must know of the prompts.
+        source: The data set of the Hub they are from, if they are.
     """
 
     name: str
     prompts: tuple[tuple[str, ...], ...]
     chat: bool = True
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class HubSet:
-    """Where a data set is on the Hub, and how a row of it becomes user turns."""
-
-    path: str
-    config: str | None
-    split: str
-    turns: Callable[[Mapping[str, Any]], Sequence[str]]
+    source: HubSet | None = None
 
 
 HUB_SETS = {
@@ -77,7 +79,8 @@ def load_prompt_set(name: str, limit: int | None = None, seed: int = 0) -> Promp
         prompts, notes = held_out.load_slice(name, limit)
         return PromptSet(name, tuple((text,) for text in prompts), chat=False, notes=notes)
     if name in HUB_SETS:
-        return PromptSet(name, _choose(_from_hub(HUB_SETS[name]), limit, seed))
+        source = HUB_SETS[name]
+        return PromptSet(name, _choose(_from_hub(source), limit, seed), source=source)
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"No prompts named {name!r}: neither a JSONL file nor one of {', '.join(available_sets())}.")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..drafters.fingerprint import weights_fingerprint
 from . import environment
 from .arms import tree_nodes
 from .benchmark import Benchmark, Sample, Section
@@ -50,12 +51,15 @@ def as_json(benchmark: Benchmark, **described: Any) -> dict[str, Any]:
         "environment": {
             "date": environment.now(),
             "commit": environment.commit(),
+            "command": environment.command(),
             **environment.software(),
             "device": str(device),
             "hardware": environment.hardware(device),
             "dtype": str(benchmark.target.dtype).removeprefix("torch."),
             "drafter_dtype": str(benchmark.drafter.dtype).removeprefix("torch."),
             "drafter_family": benchmark.drafter.config.model_type.removeprefix("treespec_"),
+            "drafter_fingerprint": weights_fingerprint(benchmark.drafter),
+            "block_size": getattr(benchmark.drafter.config, "block_size", None),
             "max_new_tokens": settings.max_new_tokens,
             "repeats": settings.repeats,
             "seed": settings.seed,
@@ -75,8 +79,9 @@ def as_json(benchmark: Benchmark, **described: Any) -> dict[str, Any]:
 
 
 def _section(section: Section, names: list[str], seed: int) -> dict[str, Any]:
-    samples = section.samples
+    samples, source = section.samples, section.source
     return {
+        "source": source and {"path": source.path, "config": source.config, "split": source.split},
         "prompts": len({sample.prompt for sample in samples}),
         "requests": len(samples),
         "tokens": sum(sample.arms["plain"].new_tokens for sample in samples),
