@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import __version__
+from .hub.commands import publish
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 train_app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
+app.command("publish")(publish)
 
 
 class Shape(StrEnum):

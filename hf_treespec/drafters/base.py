@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -219,6 +220,8 @@ class BlockDrafter(PreTrainedModel):
     treespec_config: TreeSpecConfig | None = None
     #: Report of the last `generate` call this drafter took part in.
     last_report: Any = None
+    #: What `push_to_hub` does. The package sets it: publishing stands above the drafters.
+    publisher: ClassVar[Callable[..., Any]]
 
     @property
     def drafted_depths(self) -> int:
@@ -241,6 +244,33 @@ class BlockDrafter(PreTrainedModel):
         view.treespec_config = (self.treespec_config or TreeSpecConfig()).with_options(**options)
         view.last_report = None
         return view
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
+        """Publishes this drafter on the Hub, once everything has been checked.
+
+        Args:
+            repo_id: `owner/name`.
+            options: `measurement`, `target`, `license`, `private`, `token`, `commit_message` and more: those of
+                `hf_treespec.hub.publish`.
+
+        Raises:
+            PermissionError: There is no token, or it may not write there.
+            ValueError: Something must not be published; the message names the rule, the value and the fix.
+        """
+        return self.publisher(repo_id, **options)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Saves weights and configuration; see `PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: `push_to_hub` is set, which would publish without a check.
+        """
+        if kwargs.get("push_to_hub"):
+            raise ValueError(
+                "save_pretrained(push_to_hub=True) would publish this drafter unchecked. Save it, and publish it with "
+                "drafter.push_to_hub(repo_id, measurement=...)."
+            )
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Checks that this drafter can draft for `target`, by its family's `rules`; warns where it may be slow.

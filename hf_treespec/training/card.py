@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..sources import is_hub_id
+from ..drafters.base import BlockDrafter
+from ..hub import cards
 
 _NAMES = {
     "eval_tau_chain": "acceptance length τ, chain",
@@ -26,18 +27,22 @@ def write_log(folder: Path, log: Mapping[str, Any]) -> Path:
     return path
 
 
-def write_card(folder: Path, log: Mapping[str, Any]) -> Path:
-    """Writes the model card `README.md` from a training log.
+def write_card(folder: Path, drafter: BlockDrafter, log: Mapping[str, Any]) -> Path:
+    """Writes the model card `README.md` of a trained drafter. It has no measurement yet, and says so.
 
     Args:
-        log: With `family`, `target`, `data`, `settings` and `metrics`; `init` where the drafter started from another.
+        folder: The drafter's.
+        drafter: The drafter.
+        log: With `target`, `data`, `settings` and `metrics`; `init` where the drafter started from another.
     """
+    return cards.write_card(
+        cards.render_card(drafter, target=log["target"], path=folder, training=_training(log)), folder
+    )
+
+
+def _training(log: Mapping[str, Any]) -> str:
+    """What the card says of the training, in Markdown."""
     metrics, settings = log["metrics"], log["settings"]
-    header = ["---", "library_name: hf_treespec", "pipeline_tag: text-generation"]
-    if is_hub_id(log["target"]):
-        header += [f"base_model: {log['target']}"]
-    header += [f"tags: [hf_treespec, speculative-decoding, {log['family']}]", "---"]
-    start = f", from `{log['init']}`" if log.get("init") else ""
     hours = metrics.get("train_seconds", 0.0) / 3600
     rows = "\n".join(
         f"| {_NAMES.get(name) or _tree_name(name)} | {value:.4g} |"
@@ -45,27 +50,20 @@ def write_card(folder: Path, log: Mapping[str, Any]) -> Path:
         if name in _NAMES or name.startswith("eval_tau_tree_")
     )
     options = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "max_steps")
-    body = f"""
-# {log["family"]} drafter for {log["target"]}
-
-- **Target**: `{log["target"]}`{start}.
-- **Data**: {log["sequences"]} sequences of {log["length"]} tokens: continuations that the target wrote at temperature
-  {settings["temperature"]:g} from prompts of {settings["prompt_length"]} tokens of {", ".join(log["data"])}.
+    start = f"- **Start**: `{log['init']}`.\n" if log.get("init") else ""
+    return f"""{start}- **Data**: {log["sequences"]} sequences of {log["length"]} tokens: continuations that the target
+  wrote at temperature {settings["temperature"]:g} from prompts of {settings["prompt_length"]} tokens of
+  {", ".join(log["data"])}.
 - **Training**: {settings["max_steps"]} steps, {hours:.2f} hours in the optimiser's steps, on {log["device"]};
   {options}.
 
-Measured on {log["held_out"]} continuations of held-out prompts, which the target wrote the same way:
+On {log["held_out"]} continuations of held-out prompts, which the target wrote the same way:
 
 | | |
 | --- | --- |
 {rows}
 
-Acceptance says how many tokens a round commits, not how much time that saves: measure the speed with
-`hf-treespec bench`.
-"""
-    path = folder / "README.md"
-    path.write_text("\n".join(header) + "\n" + body, encoding="utf-8")
-    return path
+Acceptance says how many tokens a round commits, not how much time that saves."""
 
 
 def _tree_name(name: str) -> str:

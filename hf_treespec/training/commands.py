@@ -225,7 +225,7 @@ def finish(
         "history": history(job.output / "run"),
     }
     write_log(job.output, log)
-    write_card(job.output, log)
+    write_card(job.output, drafter, log)
 
 
 def history(folder: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from huggingface_hub import ModelCard
+
 #: Files stored as LFS objects, as the default `.gitattributes` of the Hub has it.
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".ckpt")
 
@@ -146,7 +148,7 @@ class LoopbackHub:
     Attributes:
         endpoint: Its address, for `HF_ENDPOINT`.
         storage: Address of the LFS objects.
-        users: User of each token.
+        users: User of each token; `hf_reader` may only read.
         repositories: By `owner/name`.
         objects: LFS objects by SHA-256.
         requests: All requests so far, in the order of their answers.
@@ -154,7 +156,7 @@ class LoopbackHub:
     """
 
     def __init__(self) -> None:
-        self.users = {"hf_acme": "acme", "hf_guest": "guest"}
+        self.users = {"hf_acme": "acme", "hf_guest": "guest", "hf_reader": "acme"}
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[Request] = []
@@ -330,7 +332,8 @@ class _Handler(BaseHTTPRequestHandler):
     def whoami(self, **_: Any) -> dict[str, Any]:
         if self.user is None:
             raise HubError(401, None, "Invalid credentials in Authorization header")
-        token = {"role": "write", "displayName": "loopback"}
+        role = "read" if self.headers["Authorization"].endswith("hf_reader") else "write"
+        token = {"role": role, "displayName": "loopback"}
         return self._json({"type": "user", "name": self.user, "orgs": [], "auth": {"accessToken": token}})
 
     def validate_yaml(self, **_: Any) -> dict[str, Any]:
@@ -370,8 +373,10 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.hub.find(repo_id, self.user)
         commit = repository.resolve(revision or "main")
         files = repository.commits[commit]
+        card = ModelCard(files["README.md"].decode()).data.to_dict() if "README.md" in files else {}
         info = {
             "id": repo_id,
+            "cardData": card,
             "modelId": repo_id,
             "sha": commit,
             "private": repository.private,
