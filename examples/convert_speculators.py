@@ -1,6 +1,6 @@
 """Converts a drafter of another format into this package's: a speculators checkpoint, z-lab's DFlash, TreeFlash.
 
-    python examples/convert_speculators.py RedHatAI/Qwen3-8B-speculator.dflash converted
+    python examples/convert_speculators.py owner/drafter-speculator.dflash converted
 
 Drafters of those formats load as they are; converting one fixes its configuration, makes loading independent of the
 format it came in, and is what `drafter.push_to_hub` does as well. What is written is loaded again and compared.
