@@ -270,6 +270,10 @@ class BlockDrafter(PreTrainedModel):
         """Why a checkpoint that looks like one of this family is none, for the error; None = nothing to say."""
         return None
 
+    def borrow(self, target: PreTrainedModel) -> TargetModules:
+        """The embedding and the head to draft with: the target's."""
+        return TargetModules(target)
+
     def with_options(self, **options: Any) -> Self:
         """A light view of this drafter with other decoding options (see `TreeSpecConfig`); shares all weights."""
         view = copy.copy(self)

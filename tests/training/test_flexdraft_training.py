@@ -144,7 +144,9 @@ def test_the_loss_of_a_bias_in_chunks_is_that_of_everything_at_once(
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, bias)[0], gradient)
     silent = calibration_loss(hidden, lambda rows: 0 * bias[rows], teacher, labels, weights_of_rows, head, **options)
-    torch.testing.assert_close(silent, distillation_loss(hidden, teacher, labels, weights_of_rows, head, **options))
+    torch.testing.assert_close(
+        silent, distillation_loss(hidden, teacher, labels, weights_of_rows, head, head, **options)
+    )
 
 
 def test_blocks_are_learnt() -> None:

@@ -218,7 +218,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         """The embedding and the head to draft with: the target's, and in their place what this drafter has itself."""
         embedding, head = self.own("embed_tokens"), self.own("lm_head")
         if embedding is None and head is None:
-            return TargetModules(target)
+            return super().borrow(target)
         return DraftVocabulary(target, embedding, head, self.target_ids)
 
     def fuse(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
