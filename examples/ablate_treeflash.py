@@ -24,7 +24,7 @@ from hf_treespec import embedded
 from hf_treespec.drafters.treeflash import TreeFlashDrafter
 from hf_treespec.training.acceptance import acceptance_lengths
 from hf_treespec.training.continuations import load_continuations
-from hf_treespec.training.distillation import RunSettings, measure
+from hf_treespec.training.distillation import RunSettings
 from hf_treespec.training.treeflash import TreeFlashObjective, train_treeflash
 
 SEED = 0
@@ -101,7 +101,7 @@ def main() -> None:
     target, base, _ = embedded.load(torch.float32, family="dflash")
     plain = TreeFlashObjective(TreeFlashDrafter.from_dflash(base), target, temperature=TEMPERATURE)
     rows: dict[str, dict[str, float]] = {
-        "no head": measure(plain, sequences, RunSettings(PROMPT_LENGTH, tree_nodes=TREE_NODES))
+        "no head": plain.measure(sequences, RunSettings(PROMPT_LENGTH, tree_nodes=TREE_NODES))
     }
     for name in VARIANTS:
         # The backbone may be trained, so that every variant gets its own.
