@@ -98,8 +98,10 @@ class TargetModules:
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
         self._logits_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
         self._logits_multiplier = float(getattr(config, "output_multiplier", None) or 1.0)
-        # Cohere's name for the same.
-        self._logits_multiplier *= float(getattr(config, "logit_scale", None) or 1.0)
+        # Cohere's models multiply by an attribute of theirs. Others have the field, which they do not apply, or a
+        # learned scale of that name for something else.
+        scale = getattr(target, "logit_scale", None)
+        self._logits_multiplier *= scale if isinstance(scale, (int, float)) else 1.0
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -85,8 +85,8 @@ def _honours(rule: str, own: dict[str, Any], head_dim: int, module: nn.Module | 
             rule,
             Status.slow,
             f"the drafter's rotary frequencies are off by up to {error:.1%}",
-            "they must stay in float32",
-            "A cast with .to(dtype) or .half() rounds them: load the drafter with from_pretrained(..., dtype=...).",
+            "they must be those of its config.json, in float32",
+            "Something has rounded or replaced rotary_emb.inv_freq: load the drafter anew, with from_pretrained.",
         )
 
 
