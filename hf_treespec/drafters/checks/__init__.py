@@ -13,7 +13,7 @@ from .findings import Finding, Rule, Status
 from .numbers import embeddings, finite, logits, precision
 from .origin import model_name, trained_target
 from .positions import attention_windows, check_length, describe_windows, rotary_embedding
-from .tokens import mask_token, special_tokens, vocabulary
+from .tokens import mask_in_tokenizer, mask_token, special_tokens, vocabulary
 
 __all__ = [
     "Finding",
@@ -31,6 +31,7 @@ __all__ = [
     "lends_modules",
     "logger",
     "logits",
+    "mask_in_tokenizer",
     "mask_token",
     "model_name",
     "precision",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..base import BlockDrafter
 from .architecture import equal
@@ -16,6 +17,8 @@ from .findings import Finding, Status, fits, own, text_config
 
 #: Vocabularies that differ by at most this share are taken for one tokenizer's, padded or extended differently.
 _RESIZED = 0.02
+#: Tokens that vocabularies keep in reserve, whether or not their tokenizer calls them special.
+_PLACEHOLDER = re.compile(r"[<\[].*(mask|unused|reserved)", re.IGNORECASE)
 #: A row of an embedding this much smaller than its neighbours' has never been trained.
 _UNTRAINED = 1e-3
 
@@ -120,3 +123,20 @@ def mask_token(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Findi
         )
     elif not uses:
         yield fits(rule, f"{mask}, of norm {norm:.2g} where others have {usual:.2g}")
+
+
+def mask_in_tokenizer(mask: int, tokenizer: PreTrainedTokenizerBase) -> Finding:
+    """The mask token is none that a text is made of: a special token, a placeholder, or a row beyond the tokenizer."""
+    rule = "mask and tokenizer"
+    token = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
+    if token is None:
+        return fits(rule, f"{mask} is no token of the tokenizer's {len(tokenizer):,}")
+    if mask in tokenizer.all_special_ids or _PLACEHOLDER.match(token):
+        return fits(rule, f"{mask} is {token}")
+    return Finding(
+        rule,
+        Status.slow,
+        f"mask_token_id {mask} is {token!r} in the target's tokenizer, a token of ordinary text",
+        "drafters are trained with a token that no text has",
+        "Correct mask_token_id in the drafter's config.json, unless it was trained with this one.",
+    )
