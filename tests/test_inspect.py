@@ -186,6 +186,7 @@ def test_json_holds_everything(paths: tuple[str, str], tmp_path: Path):
         "target_layers": 4,
         "vocab_size": VOCAB,
         "mask_token_id": 2,
+        "own": {},
     }
     projections = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
     parameters = projections + 2 * 16 + 2 * 64 + 2 * 64 * 64 + 2 * 64
@@ -260,6 +261,25 @@ def test_windows_of_a_drafter_are_drawn_by_layer(tmp_path: Path):
     result = inspect(drafter, "--target", target)
     assert "7 ×1, all ×1; trained to 512" in result.stdout
     assert "4 rows, partly causal" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "the target's embedding and head"),
+        ({"own_head": True, "draft_vocab_size": 40}, "its own head of 40 tokens, the target's embedding"),
+        (
+            {"own_embedding": True, "own_head": True},
+            "its own embedding of 97 tokens, its own head of 97 tokens",
+        ),
+    ],
+    ids=["both borrowed", "a reduced head", "both its own"],
+)
+def test_what_a_drafter_has_itself_is_told(tmp_path: Path, fields: dict[str, Any], words: str):
+    target, drafter = saved_pair("qwen3", tmp_path, **fields)
+    result = inspect(drafter, "--target", target)
+    assert result.exit_code == 0, result.output
+    assert f"drafts with {words}\n" in "\n".join(" ".join(line.split()) for line in result.stdout.splitlines())
 
 
 def test_a_treeflash_drafter(tmp_path: Path):

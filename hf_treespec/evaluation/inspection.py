@@ -21,7 +21,7 @@ from .. import embedded
 from ..drafters import AutoDrafter
 from ..drafters.base import BlockDrafter
 from ..drafters.checkpoint import Checkpoint
-from ..drafters.checks import Finding, Status, describe_windows, examine, mask_in_tokenizer
+from ..drafters.checks import Finding, Status, describe_windows, examine, mask_in_tokenizer, own
 from ..drafters.rope import describe_rope
 from ..hub.licenses import license_of
 from ..sources import ModelFiles, find_source
@@ -112,7 +112,7 @@ def inspect_drafter(drafter: str, target: str | None = None, *, weights: bool = 
         verdict,
         family=type(model).__name__,
         dialect=dialect,
-        layout=_layout(model.config, network),
+        layout={**_layout(model.config, network), "own": _own(model)},
         memory=_memory(model),
         origin={**origin, **_recorded(drafter, model.config)},
         findings=findings,
@@ -199,6 +199,12 @@ def _attention(config: Any) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "mask_token_id": config.mask_token_id,
     }
+
+
+def _own(drafter: BlockDrafter) -> dict[str, int]:
+    """Tokens of the embedding and of the head that the drafter has itself; those not named are the target's."""
+    modules = {name: own(drafter, field) for name, field in (("embedding", "embed_tokens"), ("head", "lm_head"))}
+    return {name: module.weight.shape[0] for name, module in modules.items() if module is not None}
 
 
 def _memory(drafter: BlockDrafter) -> dict[str, Any]:
@@ -290,9 +296,16 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
                 ", ".join(f"{name} {_size(count)}" for name, count in memory["context_bytes_per_position"].items()),
             ),
         ]
+        rows.append(("drafts with", _drafts_with(layout["own"])))
     rows.append(("licence", found.origin.get("licence") or "not stated"))
     rows.append(("trained for", found.origin.get("trained_for") or "not stated"))
     return rows
+
+
+def _drafts_with(own: dict[str, int]) -> str:
+    borrowed = " and ".join(name for name in ("embedding", "head") if name not in own)
+    parts = [f"its own {name} of {tokens:,} tokens" for name, tokens in own.items()]
+    return ", ".join([*parts, *([f"the target's {borrowed}"] if borrowed else [])])
 
 
 def draw_layers(ids: list[int], count: int | None) -> str:

@@ -9,7 +9,7 @@ A family lists its rules in `BlockDrafter.rules`. None of them runs a forward of
 
 from .architecture import decoder_only, feature_layers, lends_modules, widths
 from .attaching import check, examine, logger
-from .findings import Finding, Rule, Status
+from .findings import Finding, Rule, Status, own
 from .numbers import embeddings, finite, logits, precision
 from .origin import model_name, trained_target
 from .positions import attention_windows, check_length, describe_windows, rotary_embedding
@@ -34,6 +34,7 @@ __all__ = [
     "mask_in_tokenizer",
     "mask_token",
     "model_name",
+    "own",
     "precision",
     "rotary_embedding",
     "special_tokens",
