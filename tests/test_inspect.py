@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from hf_treespec.cli import app
 from hf_treespec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_treespec.drafters.flexdraft import FlexDraftDrafter
 from hf_treespec.drafters.treeflash import TreeFlashDrafter
 from hf_treespec.evaluation.inspection import Inspection, draw_layers, inspect_drafter
 
@@ -288,6 +289,38 @@ def test_a_treeflash_drafter(tmp_path: Path):
     TreeFlashDrafter.from_dflash(drafter_for(target)).save_pretrained(tmp_path / "drafter")
     found = inspect_drafter(str(tmp_path / "drafter"), str(tmp_path / "target"))
     assert (found.verdict, found.family) == ("fits", "TreeFlashDrafter")
+
+
+def test_a_drafter_without_attention_of_its_own(tmp_path: Path):
+    target = models.build("llama")
+    target.save_pretrained(tmp_path / "target")
+    drafter = FlexDraftDrafter.from_target(target, 2, block_size=4, calibration_rank=5)
+    drafter.save_pretrained(tmp_path / "drafter")
+    result = inspect(str(tmp_path / "drafter"), "--target", str(tmp_path / "target"))
+    assert result.exit_code == 0, result.output
+    assert ": fits\n" in result.stdout
+    words = " ".join(result.stdout.split())
+    assert "drafts in ··●● 2, 3 of 4" in words
+    assert "looks back" not in words
+    other = models.build("llama", num_attention_heads=2)
+    other.save_pretrained(tmp_path / "other")
+    assert inspect(str(tmp_path / "drafter"), "--target", str(tmp_path / "other")).exit_code == 1
+
+
+def test_a_published_dialect(paths: tuple[str, str], tmp_path: Path):
+    zlab = {
+        "model_type": "qwen3",
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {"mask_token_id": 2, "target_layer_ids": [0, 2]},
+        "rope_parameters": ...,
+        "rope_theta": 10_000.0,
+    }
+    found = inspect_drafter(edited(paths[1], tmp_path / "drafter", **zlab), paths[0])
+    assert (found.verdict, found.dialect) == ("fits", "DFlashDraftModel (qwen3)")
+    lost = edited(paths[1], tmp_path / "lost", **{**zlab, "rope_theta": ...})
+    found = inspect_drafter(lost, paths[0])
+    assert (found.verdict, found.dialect) == ("does not load", "DFlashDraftModel (qwen3)")
+    assert "states no rope_theta" in found.findings[0].found
 
 
 @pytest.mark.parametrize(
