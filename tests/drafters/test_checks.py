@@ -291,16 +291,20 @@ def test_a_scale_of_the_logits_that_is_lost_is_measured(monkeypatch: pytest.Monk
     assert "drafter_temperature=4" in str(finding)
 
 
-COHERE = {
-    "cohere": transformers.CohereConfig,
-    "cohere2": transformers.Cohere2Config,
-    "cohere2 moe": transformers.Cohere2MoeConfig,
+SCALED: dict[str, tuple[Any, dict[str, float]]] = {
+    "cohere": (transformers.CohereConfig, {"logit_scale": 0.25}),
+    "cohere2": (transformers.Cohere2Config, {"logit_scale": 0.25}),
+    "cohere2 moe": (transformers.Cohere2MoeConfig, {"logit_scale": 0.25}),
+    "granite, which divides": (transformers.GraniteConfig, {"logits_scaling": 4.0}),
+    "hyperclovax, which multiplies": (transformers.HyperCLOVAXConfig, {"logits_scaling": 0.25}),
+    "mpt, which does not apply it": (transformers.MptConfig, {"logit_scale": 0.25}),
 }
 
 
-@pytest.mark.parametrize("family", COHERE)
-def test_drafts_are_scored_with_coheres_logit_scale(family: str):
-    config = COHERE[family](**{**models._COMMON, "num_hidden_layers": 2}, logit_scale=0.25)
+@pytest.mark.parametrize("family", SCALED)
+def test_drafts_are_scored_with_the_targets_scale_of_logits(family: str):
+    kind, scale = SCALED[family]
+    config = kind(**{**models._COMMON, "num_hidden_layers": 2}, **scale)
     network = AutoModelForCausalLM.from_config(config).eval()
     inputs = prompt(5)
     with torch.no_grad():
