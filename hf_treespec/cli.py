@@ -538,7 +538,8 @@ def distribution(
 def inspect(
     drafter: DrafterArgument,
     target: Annotated[
-        str | None, typer.Option(help="Target to hold it to: Hub id, path, or `embedded`; only its config is read.")
+        str | None,
+        typer.Option(help="Target to hold it to: Hub id, path, or `embedded`. Its weights are not read."),
     ] = None,
     weights: Annotated[
         bool, typer.Option("--weights", help="Load the target's weights too, for the checks that need them.")

@@ -96,10 +96,14 @@ class TargetModules:
         self._head_device = head.device
         self._head_dtype = head.dtype if head.is_floating_point() else None
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
-        self._logits_divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+        # Granite and its kin divide by it, HyperCLOVA X multiplies.
+        self._logits_divisor = 1 / scaling if config.model_type == "hyperclovax" else scaling
         self._logits_multiplier = float(getattr(config, "output_multiplier", None) or 1.0)
-        # Cohere's name for the same.
-        self._logits_multiplier *= float(getattr(config, "logit_scale", None) or 1.0)
+        # Cohere's models multiply by an attribute of theirs. Others have the field, which they do not apply, or a
+        # learned scale of that name for something else.
+        scale = getattr(target, "logit_scale", None)
+        self._logits_multiplier *= scale if isinstance(scale, (int, float)) else 1.0
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,20 @@ from huggingface_hub import ModelCard
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .. import embedded
 from ..drafters import AutoDrafter
 from ..drafters.base import BlockDrafter
-from ..drafters.checks import Finding, Status, describe_windows, examine
+from ..drafters.checkpoint import Checkpoint
+from ..drafters.checks import Finding, Status, describe_windows, examine, mask_in_tokenizer, own
 from ..drafters.rope import describe_rope
-from ..sources import find_source
+from ..hub.licenses import license_of
+from ..sources import ModelFiles, find_source
 
 _EMBEDDED = "embedded"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MARKS = {
     Status.fits: "[green]✓[/]",
@@ -68,8 +72,8 @@ class Inspection:
 def inspect_drafter(drafter: str, target: str | None = None, *, weights: bool = False) -> Inspection:
     """Looks at a drafter and, where a target is named, holds the pair to every rule.
 
-    Of the target only the configuration is read: its model is built without weights, so that a large one costs
-    nothing.
+    Of the target only the configuration and the tokenizer are read: its model is built without weights, so that a
+    large one costs nothing.
 
     Args:
         drafter: Hub id, path, `"embedded"` or `"embedded:FAMILY"`.
@@ -81,15 +85,19 @@ def inspect_drafter(drafter: str, target: str | None = None, *, weights: bool = 
         ValueError: The target's configuration is of no causal LM.
     """
     source = _find(drafter, "dflash")
-    raw, _ = PreTrainedConfig.get_config_dict(source)
-    origin = _origin(source)
+    files = ModelFiles(source)
+    origin, dialect = _origin(files), ""
     try:
+        dialect = _dialect(Checkpoint(files).config)
         model = AutoDrafter.from_pretrained(source, dtype="auto")
     except ValueError as error:
         finding = Finding("checkpoint", Status.wrong, str(error))
-        return Inspection(drafter, target, "does not load", dialect=_dialect(raw), origin=origin, findings=[finding])
-    network = None if target is None else _target(_find(target, "target"), weights)
-    findings = [] if network is None else _examine(model, network)
+        return Inspection(drafter, target, "does not load", dialect=dialect, origin=origin, findings=[finding])
+    network, findings = None, []
+    if target is not None:
+        place = _find(target, "target")
+        network = _target(place, weights)
+        findings = [*_examine(model, network), *_mask_in_tokenizer(model, place)]
     statuses = {finding.status for finding in findings}
     verdict = "fits"
     if network is None:
@@ -103,10 +111,10 @@ def inspect_drafter(drafter: str, target: str | None = None, *, weights: bool = 
         target,
         verdict,
         family=type(model).__name__,
-        dialect=_dialect(raw),
-        layout=_layout(model.config, network),
+        dialect=dialect,
+        layout={**_layout(model.config, network), "own": _own(model)},
         memory=_memory(model),
-        origin={**origin, **_recorded(model.config)},
+        origin={**origin, **_recorded(drafter, model.config)},
         findings=findings,
     )
 
@@ -117,14 +125,13 @@ def _find(name: str, default: str) -> str:
 
 
 def _target(source: str, weights: bool) -> PreTrainedModel:
-    if weights:
-        return AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     config = AutoConfig.from_pretrained(source)
-    named = getattr(transformers, (config.architectures or [""])[0], None)
+    # The class it was saved as: that of a multimodal target is none of AutoModelForCausalLM's.
+    named = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    if weights:
+        return named.from_pretrained(source, dtype="auto")
     with torch.device("meta"):
-        if named is not None and hasattr(named, "_from_config"):
-            return named._from_config(config)
-        return AutoModelForCausalLM.from_config(config)
+        return named.from_config(config) if named is AutoModelForCausalLM else named._from_config(config)
 
 
 def _examine(drafter: BlockDrafter, target: PreTrainedModel) -> list[Finding]:
@@ -135,6 +142,22 @@ def _examine(drafter: BlockDrafter, target: PreTrainedModel) -> list[Finding]:
     except ValueError as error:
         return [Finding("target", Status.wrong, str(error))]
     return [Finding("target", Status.fits, type(target).__name__)]
+
+
+def _mask_in_tokenizer(drafter: BlockDrafter, source: str) -> Iterator[Finding]:
+    """Holds the mask token to the target's tokenizer, where it has one and the drafter a mask."""
+    mask = getattr(drafter.config, "mask_token_id", None)
+    if mask is None:
+        return
+    if ModelFiles(source).find(*_TOKENIZER_FILES) is None:
+        yield Finding("mask and tokenizer", Status.unchecked, "the target has no tokenizer")
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError) as error:
+        yield Finding("mask and tokenizer", Status.unchecked, f"the target's tokenizer does not load: {error}")
+        return
+    yield mask_in_tokenizer(mask, tokenizer)
 
 
 def _dialect(config: dict[str, Any]) -> str:
@@ -178,6 +201,12 @@ def _attention(config: Any) -> dict[str, Any]:
     }
 
 
+def _own(drafter: BlockDrafter) -> dict[str, int]:
+    """Tokens of the embedding and of the head that the drafter has itself; those not named are the target's."""
+    modules = {name: own(drafter, field) for name, field in (("embedding", "embed_tokens"), ("head", "lm_head"))}
+    return {name: module.weight.shape[0] for name, module in modules.items() if module is not None}
+
+
 def _memory(drafter: BlockDrafter) -> dict[str, Any]:
     config = drafter.config
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
@@ -192,19 +221,22 @@ def _memory(drafter: BlockDrafter) -> dict[str, Any]:
     }
 
 
-def _origin(source: str) -> dict[str, str | None]:
-    """What the card says; nothing where there is none."""
-    path = cached_file(source, "README.md", _raise_exceptions_for_missing_entries=False)
-    data = ModelCard(Path(path).read_text(encoding="utf-8"), ignore_metadata_errors=True).data if path else None
-    base = getattr(data, "base_model", None)
-    return {
-        "licence": getattr(data, "license", None),
-        "trained_for": ", ".join(base) if isinstance(base, list) else base,
-    }
+def _origin(files: ModelFiles) -> dict[str, str | None]:
+    """What the card says; nothing where there is none, or one whose metadata cannot be read."""
+    path = files.find("README.md")
+    try:
+        metadata = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path else {}
+    except (ValueError, YAMLError):
+        metadata = {}
+    base = metadata.get("base_model")
+    return {"licence": license_of(metadata), "trained_for": ", ".join(base) if isinstance(base, list) else base}
 
 
-def _recorded(config: Any) -> dict[str, str]:
+def _recorded(drafter: str, config: Any) -> dict[str, str]:
+    """The trained target as the configuration names it; that of the embedded drafters has no name but ours."""
     name = getattr(config, "target_name_or_path", None)
+    if drafter.partition(":")[0] == _EMBEDDED:
+        name = _EMBEDDED
     return {"trained_for": name} if name else {}
 
 
@@ -264,9 +296,16 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
                 ", ".join(f"{name} {_size(count)}" for name, count in memory["context_bytes_per_position"].items()),
             ),
         ]
+        rows.append(("drafts with", _drafts_with(layout["own"])))
     rows.append(("licence", found.origin.get("licence") or "not stated"))
     rows.append(("trained for", found.origin.get("trained_for") or "not stated"))
     return rows
+
+
+def _drafts_with(own: dict[str, int]) -> str:
+    borrowed = " and ".join(name for name in ("embedding", "head") if name not in own)
+    parts = [f"its own {name} of {tokens:,} tokens" for name, tokens in own.items()]
+    return ", ".join([*parts, *([f"the target's {borrowed}"] if borrowed else [])])
 
 
 def draw_layers(ids: list[int], count: int | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from models import FAMILIES, dflash, prompt, target, treeflash
 from test_dflash_checkpoints import zlab_folder
 from torch import nn
 from transformers import AutoModelForCausalLM
+from treeflash_models import tiny_treeflash
 
 from hf_treespec.drafters import AutoDrafter, TargetModules, checks
 from hf_treespec.drafters.dflash import DFlashConfig, DFlashDrafter
@@ -135,9 +136,29 @@ def test_a_mask_row_that_was_never_trained(scale: float | None, status: checks.S
         assert "norm 0 where others have" in str(finding)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [tiny_drafter, tiny_treeflash], ids=["dflash", "treeflash"])
+def test_a_cast_leaves_rotary_frequencies_in_float32(make: Callable[..., Any], dtype: torch.dtype):
+    network = tiny_target()
+    drafter = make(network)
+    exact = {name: buffer.clone() for name, buffer in drafter.rotary_emb.named_buffers()}
+    drafter.to(dtype)
+    assert drafter.dtype == dtype
+    for name, buffer in drafter.rotary_emb.named_buffers():
+        assert torch.equal(buffer, exact[name])
+    assert [finding.status for finding in checks.rotary_embedding(drafter, network)] == [checks.Status.fits]
+
+
+def test_rotary_frequencies_follow_the_drafter_to_a_device():
+    drafter = tiny_drafter(tiny_target())
+    assert drafter.to("meta", torch.bfloat16).rotary_emb.inv_freq.is_meta
+    assert drafter.rotary_emb.inv_freq.dtype == torch.float32
+    assert not drafter.to_empty(device="cpu").rotary_emb.inv_freq.is_meta
+
+
 def test_rounded_frequencies_are_told():
     network = tiny_target()
-    drafter = tiny_drafter(network).to(torch.bfloat16)
+    drafter = tiny_drafter(network)
     drafter.rotary_emb.inv_freq.data = drafter.rotary_emb.inv_freq.to(torch.bfloat16)
     (finding,) = checks.rotary_embedding(drafter, network)
     assert "frequencies are off by up to 0." in str(finding)
@@ -268,6 +289,29 @@ def test_a_scale_of_the_logits_that_is_lost_is_measured(monkeypatch: pytest.Monk
     assert finding.status is checks.Status.slow
     assert "the target's logits are 0.25 times the drafter's" in str(finding)
     assert "drafter_temperature=4" in str(finding)
+
+
+SCALED: dict[str, tuple[Any, dict[str, float]]] = {
+    "cohere": (transformers.CohereConfig, {"logit_scale": 0.25}),
+    "cohere2": (transformers.Cohere2Config, {"logit_scale": 0.25}),
+    "cohere2 moe": (transformers.Cohere2MoeConfig, {"logit_scale": 0.25}),
+    "granite, which divides": (transformers.GraniteConfig, {"logits_scaling": 4.0}),
+    "hyperclovax, which multiplies": (transformers.HyperCLOVAXConfig, {"logits_scaling": 0.25}),
+    "mpt, which does not apply it": (transformers.MptConfig, {"logit_scale": 0.25}),
+}
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_drafts_are_scored_with_the_targets_scale_of_logits(family: str):
+    kind, scale = SCALED[family]
+    config = kind(**{**models._COMMON, "num_hidden_layers": 2}, **scale)
+    network = AutoModelForCausalLM.from_config(config).eval()
+    inputs = prompt(5)
+    with torch.no_grad():
+        output = network(**inputs, output_hidden_states=True)
+        logits = TargetModules(network).logits(output.hidden_states[-1])
+    torch.testing.assert_close(logits, output.logits)
+    assert [finding.status for finding in checks.logits(drafter_for(network), network)] == [checks.Status.fits]
 
 
 @pytest.mark.parametrize("field", ["_softcap", "_embedding_multiplier"])

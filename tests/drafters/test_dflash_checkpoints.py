@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 
 from hf_treespec.drafters import AutoDrafter, find_family
 from hf_treespec.drafters.dflash import DFlashConfig, DFlashDrafter
-from hf_treespec.drafters.dflash.configuration_dflash import spread_layer_ids
+from hf_treespec.drafters.feature_layers import spread_layer_ids
 
 
 def zlab_folder(folder: Path, drafter: DFlashDrafter, **overrides: Any) -> Path:

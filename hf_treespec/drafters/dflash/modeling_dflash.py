@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
-    Qwen3RotaryEmbedding,
     rotate_half,
 )
 
 from .. import checks
 from ..base import BlockDrafter, TargetModules
 from ..loading import LoudLoading
+from ..rotary import DraftRotaryEmbedding
 from ..vocabulary import DraftVocabulary
 from . import convert_deepspec
 from .configuration_dflash import DFlashConfig
@@ -155,7 +155,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         self.fc = nn.Linear(len(config.target_layer_ids) * width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = DraftRotaryEmbedding(config)
         self.hidden_dim_adapter = FeatureAdapter(config) if config.feature_adapter else None
         vocabulary = config.vocab_size or 0
         columns = config.draft_vocab_size or vocabulary

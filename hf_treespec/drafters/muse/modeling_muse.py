@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ..dflash import DFlashDrafter
 from ..dflash.modeling_dflash import DFlashLayer
+from ..rotary import DraftRotaryEmbedding
 from .configuration_muse import MuseConfig
 
 #: End of the architecture's name; servers put something in front of it.
@@ -42,7 +42,7 @@ class MuseDrafter(DFlashDrafter):
         self.layers = nn.ModuleList(DFlashLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.encoder = MuseEncoder(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = DraftRotaryEmbedding(config)
         self.post_init()
 
     @classmethod

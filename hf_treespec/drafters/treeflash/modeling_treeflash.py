@@ -12,6 +12,7 @@ from transformers import initialization as init
 
 from ..dflash import DFlashDrafter
 from ..loading import is_loading
+from ..rotary import DraftRotaryEmbedding
 from .approximation import ARApproximation
 from .configuration_treeflash import TreeFlashConfig
 
@@ -90,7 +91,7 @@ class TreeFlashDrafter(DFlashDrafter):
         return self.model.norm
 
     @property
-    def rotary_emb(self) -> nn.Module:
+    def rotary_emb(self) -> DraftRotaryEmbedding:  # type: ignore[override]
         return self.model.rotary_emb
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .base import TargetModules
+from ..base import TargetModules
 
 _ROWS = 4
 #: Logits that the head's stand-in computes, and their size: where soft caps bend.
