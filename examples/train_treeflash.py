@@ -23,7 +23,7 @@ from hf_treespec import embedded
 from hf_treespec.drafters.treeflash import TreeFlashDrafter
 from hf_treespec.training import corpus
 from hf_treespec.training.continuations import load_continuations, write_continuations
-from hf_treespec.training.distillation import RunSettings, measure
+from hf_treespec.training.distillation import RunSettings
 from hf_treespec.training.treeflash import TreeFlashObjective, train_treeflash
 
 SEED = 0
@@ -85,11 +85,8 @@ def main() -> None:
     drafter = TreeFlashDrafter.from_dflash(base, ar_approximation=arguments.head)
     run = {"prompt_length": PROMPT_LENGTH, "tree_nodes": TREE_NODES}
     # A fresh head corrects nothing, so these are the figures of the drafter it starts from.
-    before = measure(
-        TreeFlashObjective(drafter, target, temperature=TEMPERATURE),
-        torch.from_numpy(held_out.astype(np.int64)),
-        RunSettings(**run),
-    )
+    objective = TreeFlashObjective(drafter, target, temperature=TEMPERATURE)
+    before = objective.measure(torch.from_numpy(held_out.astype(np.int64)), RunSettings(**run))
     print(json.dumps({"before": before}, indent=2), flush=True)
     after = train_treeflash(
         drafter,
