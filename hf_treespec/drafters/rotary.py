@@ -13,7 +13,8 @@ class DraftRotaryEmbedding(Qwen3RotaryEmbedding):
     """Qwen3's, whose frequencies stay in float32 when the drafter is cast.
 
     `from_pretrained(..., dtype=...)` leaves them so, while `.to(dtype)`, `.half()` and `.bfloat16()` cast every
-    buffer. Frequencies rounded to bfloat16 are off by up to 0.4 %: over a thousand positions that can be a radian or more.
+    buffer. Frequencies rounded to bfloat16 are off by up to 0.4 %: over a thousand positions that can be a radian or
+    more.
     """
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
