@@ -38,7 +38,7 @@ def tensor(name: str, shape: Sequence[int]) -> np.ndarray:
         return np.isin(np.arange(VOCAB), REDUCED)
     if "norm" in name:
         return 1.0 + normal(name, shape, 0.2)
-    return normal(name, shape, 0.25)
+    return normal(name, shape, 0.1 if name == "lm_head.weight" else 0.25)
 
 
 def tensors(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
@@ -53,4 +53,4 @@ def features(width: int = WIDTH) -> np.ndarray:
 
 def rows(name: str, width: int = WIDTH) -> np.ndarray:
     """The target's `"embedding"` or `"head"`, `[VOCAB, width]`."""
-    return normal(f"target {name}", (VOCAB, width), 0.5)
+    return normal(f"target {name}", (VOCAB, width), 0.1 if name == "head" else 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,26 @@ def test_a_shipped_embedding_or_head_is_used_and_kept(tmp_path: Path, shipped: t
     torch.testing.assert_close(modules.logits_of(tokens[:5], hidden), head[:5].T)
     drafter.tie_weights()
     assert all(torch.equal(drafter.state_dict()[name], OWN[name]) for name in shipped)
+
+
+@pytest.mark.parametrize("shipped", [(), tuple(OWN)], ids=["borrowed", "shipped"])
+def test_stated_scales_are_applied_and_others_are_the_targets(tmp_path: Path, shipped: tuple[str, ...]):
+    """A target that scales both ends itself; the drafter's file states what takes the place of that, or nothing."""
+    target = copy.deepcopy(golden_target())
+    target.config.embedding_multiplier, target.config.logits_scaling = 3.0, 5.0
+    target.config.final_logit_softcapping = 7.0
+    extra, hidden = {name: OWN[name] for name in shipped}, torch.eye(32)
+    embedding = OWN["embed_tokens.weight"] if shipped else torch.from_numpy(rows("embedding"))
+    head = OWN["lm_head.weight"].T if shipped else torch.from_numpy(rows("head")).T
+    stated = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 1.5}
+    drafter = load(tmp_path / "stated", "zlab", extra, **stated)
+    modules = drafter.borrow(target)
+    torch.testing.assert_close(modules.embed(torch.arange(VOCAB), torch.float32), 2.0 * embedding)
+    torch.testing.assert_close(modules.logits(hidden), 1.5 * (0.5 * head / 1.5).tanh())
+    drafter = load(tmp_path / "silent", "zlab", extra)
+    modules = drafter.borrow(target)
+    torch.testing.assert_close(modules.embed(torch.arange(VOCAB), torch.float32), embedding * (1 if shipped else 3.0))
+    torch.testing.assert_close(modules.logits(hidden), head if shipped else 7.0 * (head / 5.0 / 7.0).tanh())
 
 
 def test_an_own_embedding_and_head_leave_the_width_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from dialect_models import DIALECTS, golden, golden_states, published, target_of
-from golden_inputs import REDUCED, TOKENS, VOCAB, normal
+from golden_inputs import ANCHORS, MASK, REDUCED, TOKENS, VOCAB, features, normal
+from transformers import DynamicCache
 
 from hf_treespec.drafters import AutoDrafter
 from hf_treespec.drafters.treeflash import TreeFlashSession
@@ -22,6 +23,21 @@ def test_blocks_have_the_published_logits(tmp_path: Path, name: str):
         hidden = session.drafted(session.draft(state), drafter.drafted_depths)
         found = session.modules.logits(hidden)[0]
         torch.testing.assert_close(found, torch.tensor(wanted)[-drafter.drafted_depths :], atol=1e-5, rtol=0)
+
+
+def test_transformers_own_loop_gets_the_published_hidden_states(tmp_path: Path):
+    """By the protocol of its cache: context and block are appended, the block is cropped off again."""
+    folder = published(tmp_path, "speculators_anchor", sample_from_anchor=False)
+    drafter, done, cache = AutoDrafter.from_pretrained(folder).eval(), 0, DynamicCache()
+    cache.activate_past_recording()
+    target, given = target_of(drafter), torch.from_numpy(features())
+    for anchor, token, wanted in zip(ANCHORS, TOKENS, golden("speculators_anchor")["logits"], strict=True):
+        block = target.get_input_embeddings()(torch.tensor([[token, *[MASK] * 3]]))
+        hidden = drafter(block, given[:, done:anchor], cache=cache).last_hidden_state
+        cache.crop(-block.shape[1])
+        found = target.get_output_embeddings()(hidden)[0]
+        torch.testing.assert_close(found, torch.tensor(wanted), atol=1e-5, rtol=0)
+        done = anchor
 
 
 def test_the_head_of_a_reduced_vocabulary_proposes_target_tokens(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -43,6 +44,12 @@ class DFlashConfig(PreTrainedConfig):
         own_embedding: Whether the drafter has an input embedding of that vocabulary, in place of the target's.
         own_head: Whether it has a head, in place of the target's.
         draft_vocab_size: Tokens its own head tells apart; None = the whole vocabulary.
+        input_embedding_scale: What the embedding's rows are multiplied by, and all that happens to them; None = they
+            are embedded as the target embeds its own, and rows of an own embedding are left as they are.
+        output_multiplier: What the head's logits are multiplied by; None = as the target scales its own, and logits of
+            an own head are left as they are.
+        final_logit_softcapping: Bound c of the multiplied logits, `c · tanh(logits / c)`; 0 = no bound, None = the
+            target's own, and none for an own head.
         target_name_or_path: The target it was trained for; None = not recorded.
 
     Raises:
@@ -82,6 +89,9 @@ class DFlashConfig(PreTrainedConfig):
         own_embedding: bool = False,
         own_head: bool = False,
         draft_vocab_size: int | None = None,
+        input_embedding_scale: float | None = None,
+        output_multiplier: float | None = None,
+        final_logit_softcapping: float | None = None,
         target_name_or_path: str | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -120,6 +130,9 @@ class DFlashConfig(PreTrainedConfig):
         self.own_embedding = own_embedding
         self.own_head = own_head
         self.draft_vocab_size = draft_vocab_size
+        self.input_embedding_scale = input_embedding_scale
+        self.output_multiplier = output_multiplier
+        self.final_logit_softcapping = final_logit_softcapping
         self.target_name_or_path = target_name_or_path
         self._validate_fields()
         kwargs.setdefault("tie_word_embeddings", False)
@@ -153,6 +166,13 @@ class DFlashConfig(PreTrainedConfig):
                 raise ValueError(
                     f"draft_vocab_size is {self.draft_vocab_size}; it is from 1 to vocab_size ({self.vocab_size})."
                 )
+        for name in ("input_embedding_scale", "output_multiplier"):
+            factor = getattr(self, name)
+            if factor is not None and not (0.0 < factor < math.inf):
+                raise ValueError(f"{name} is {factor}; it is a positive number, or None.")
+        softcap = self.final_logit_softcapping
+        if softcap is not None and not (0.0 <= softcap < math.inf):
+            raise ValueError(f"final_logit_softcapping is {softcap}; it is a positive number, 0, or None.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "

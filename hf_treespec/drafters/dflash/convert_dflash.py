@@ -37,6 +37,9 @@ _OF_A_DECODER = (
 )
 
 
+_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+
+
 def is_zlab(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is written in z-lab's dialect."""
     return config.get("model_type") != "treespec_dflash" and (
@@ -98,6 +101,8 @@ def convert_config(config: Mapping[str, Any], tensor_names: frozenset[str] = fro
     fields["is_causal"] = [kind == "sliding_attention" if causal is None else bool(causal) for kind in kinds]
     if "sliding_attention" in kinds:
         fields["sliding_window"] = field("sliding_window")
+    # What is not stated is as the target has it: the code that the first checkpoints came with called its modules.
+    fields |= {name: field(name) for name in _SCALES}
     fields["own_embedding"] = "embed_tokens.weight" in tensor_names
     fields["own_head"] = "lm_head.weight" in tensor_names
     return fields

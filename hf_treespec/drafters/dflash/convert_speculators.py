@@ -63,6 +63,8 @@ def convert_config(config: Mapping[str, Any], tensor_names: frozenset[str] = fro
     reduced = draft is not None and (draft != fields["vocab_size"] or "d2t" in tensor_names)
     fields["draft_vocab_size"] = draft if reduced else None
     fields["own_head"] = reduced or "lm_head.weight" in tensor_names
+    # Drafters are trained on the rows of the target's embedding and head, whatever the target does round them.
+    fields |= {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     fields["target_name_or_path"] = verifier.get("name_or_path")
     return fields

@@ -216,10 +216,15 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
 
     def borrow(self, target: PreTrainedModel) -> TargetModules:
         """The embedding and the head to draft with: the target's, and in their place what this drafter has itself."""
-        embedding, head = self.own("embed_tokens"), self.own("lm_head")
-        if embedding is None and head is None:
-            return super().borrow(target)
-        return DraftVocabulary(target, embedding, head, self.target_ids)
+        return DraftVocabulary(
+            target,
+            self.own("embed_tokens"),
+            self.own("lm_head"),
+            self.target_ids,
+            input_scale=self.config.input_embedding_scale,
+            output_multiplier=self.config.output_multiplier,
+            softcap=self.config.final_logit_softcapping,
+        )
 
     def fuse(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Contribution `[B, T, H]` of the `index`-th feature layer's output `[B, T, H_target]` to the features."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..dflash import DFlashConfig
@@ -19,11 +18,6 @@ class DFlash2Config(DFlashConfig):
         conv_group_size: Neighbouring channels that share the input-dependent part of a kernel.
         selector_rank: Width of the selector's codebooks.
         selector_top_k: Candidates of each depth that the selector chooses among; both M and K of the lattice.
-        input_embedding_scale: What the rows of the target's embedding are multiplied by, and all that happens to them;
-            None = they are embedded as the target embeds them.
-        output_multiplier: What the logits of the target's head are multiplied by; None = as the target scales them.
-        final_logit_softcapping: Bound c of the multiplied logits, `c · tanh(logits / c)`; 0 = no bound, None = the
-            target's own.
         kwargs: Fields of `DFlashConfig`; a drafter needs `vocab_size`, and has no embedding or head of its own.
 
     Raises:
@@ -38,18 +32,12 @@ class DFlash2Config(DFlashConfig):
         conv_group_size: int = 16,
         selector_rank: int = 256,
         selector_top_k: int = 16,
-        input_embedding_scale: float | None = None,
-        output_multiplier: float | None = None,
-        final_logit_softcapping: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.conv_kernel_size = conv_kernel_size
         self.conv_group_size = conv_group_size
         self.selector_rank = selector_rank
         self.selector_top_k = selector_top_k
-        self.input_embedding_scale = input_embedding_scale
-        self.output_multiplier = output_multiplier
-        self.final_logit_softcapping = final_logit_softcapping
         super().__init__(**kwargs)
 
     def _validate_fields(self) -> None:
@@ -72,13 +60,6 @@ class DFlash2Config(DFlashConfig):
         for name in ("selector_rank", "selector_top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it is at least 1.")
-        for name in ("input_embedding_scale", "output_multiplier"):
-            factor = getattr(self, name)
-            if factor is not None and not (0.0 < factor < math.inf):
-                raise ValueError(f"{name} is {factor}; it is a positive number, or None.")
-        softcap = self.final_logit_softcapping
-        if softcap is not None and not (0.0 <= softcap < math.inf):
-            raise ValueError(f"final_logit_softcapping is {softcap}; it is a positive number, 0, or None.")
         for layer, kind in enumerate(self.layer_types):
             # The method bounds a row's view of the rows ahead of it too, which says something only in such a window.
             short = kind == "sliding_attention" and (self.sliding_window or 0) < self.block_size

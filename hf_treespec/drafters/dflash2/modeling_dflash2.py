@@ -22,14 +22,13 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .. import checks
-from ..base import BlockDrafter, TargetModules
+from ..base import BlockDrafter
 from ..dflash import DFlashConfig, DFlashDrafter
 from ..dflash.modeling_dflash import Attend, DFlashLayer
 from ..loading import is_loading
 from .configuration_dflash2 import DFlash2Config
 from .convert_dflash2 import is_published
 from .convolution import DynamicConvolution
-from .scaling import ScaledTargetModules
 from .selector import CandidateSelector
 
 _PARTS = ("layers.", "fc.", "hidden_norm.", "norm.", "candidate_selector.")
@@ -126,10 +125,6 @@ class DFlash2Drafter(DFlashDrafter):
             "candidate_selector.successor_codebook" in tensor_names
             and all(name.startswith(_PARTS) for name in tensor_names)
         )
-
-    def borrow(self, target: PreTrainedModel) -> TargetModules:
-        """The target's embedding and head, with the scales that the configuration states."""
-        return ScaledTargetModules(target, self.config)
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
         """Opens a session for one `generate` call; see `DFlash2Session`."""
