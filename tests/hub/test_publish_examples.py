@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from loopback import LoopbackHub
 from pairs import PROMPT, save_pair
 from published import REPO, TARGET, pair, saved
-from safetensors.torch import save_file
-
-from hf_treespec import AutoDrafter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -77,17 +73,3 @@ def test_publish_drafter(hub: LoopbackHub, target: str, tmp_path: Path, monkeypa
         for path in (tmp_path / "dry" / "repository").rglob("*.*")
         if path.is_file()
     )
-
-
-def test_convert_speculators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    drafter = pair()[1]
-    source = tmp_path / "zlab"
-    source.mkdir()
-    fields = drafter.config.to_dict() | {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}
-    fields["dflash_config"] = {name: fields[name] for name in ("mask_token_id", "target_layer_ids")}
-    (source / "config.json").write_text(json.dumps(fields))
-    save_file(drafter.state_dict(), source / "model.safetensors", metadata={"format": "pt"})
-    run(monkeypatch, "convert_speculators", source, tmp_path / "converted")
-    assert json.loads((tmp_path / "converted" / "config.json").read_text())["model_type"] == "treespec_dflash"
-    kept = AutoDrafter.from_pretrained(tmp_path / "converted").state_dict()
-    assert all(torch.equal(kept[name], tensor) for name, tensor in drafter.state_dict().items())
