@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +15,9 @@ from transformers import initialization as init
 from .checks import Status, finite
 
 _LOADING: ContextVar[bool] = ContextVar("hf_treespec_loading", default=False)
+#: transformers replaces functions of torch while it loads, for all threads, and puts back what it found: of two loads
+#: at the same time, the second would put back the first one's replacements for good.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
@@ -49,7 +53,7 @@ class LoudLoading:
         kwargs["ignore_mismatched_sizes"] = True
         # Else transformers takes pickled weights where there are no others.
         kwargs.setdefault("use_safetensors", True)
-        with _loading():
+        with _ONE_AT_A_TIME, _loading():
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         found = {
             "missing": info["missing_keys"],
