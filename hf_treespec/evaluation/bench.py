@@ -69,7 +69,8 @@ def run_bench(
     knowledge = last_knowledge(benchmark)
     report["surrogate"] = {name: knowledge.get(name) for name in ("accepted_over_expected", "correlation")}
     for section in report["datasets"]:
-        console.print(section_table(console, f"{section['dataset']}, {section['prompts']} prompts", section))
+        if section["prompts"] or not benchmark.partial:
+            console.print(section_table(console, f"{section['dataset']}, {section['prompts']} prompts", section))
     for section in report["batches"]:
         console.print(section_table(console, f"batch {section['batch']}, {section['prompts']} batches", section))
     console.print(_legend(settings), style="dim", highlight=False)
