@@ -351,7 +351,15 @@ def bench(
         typer.Option(
             help="Ways of decoding, by comma; N is a number of verified rows, the root included: plain compiled "
             "lookup stock-chain chain tree-N marginal-N marginal-auto treeflash-N beam-N static-N bastion auto oracle "
-            "flex-parallel flex-sequential flex-auto. Those that cannot run are left out and say why."
+            "flex-parallel flex-sequential flex-batch flex-auto; ARM@NAME is one of a drafter given by `--beside`. "
+            "Those that cannot run are left out and say why."
+        ),
+    ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Further drafters for the same target, by comma, as NAME=DRAFTER: `tf=embedded:treeflash` for arms such "
+            "as `auto@tf`."
         ),
     ] = None,
     batch_sweep: Annotated[
@@ -389,6 +397,7 @@ def bench(
     from .evaluation.bench import run_bench
     from .evaluation.benchmark import Settings
     from .evaluation.held_out import SLICES
+    from .evaluation.loading import load_drafter
 
     if not data and target != "embedded":
         raise typer.BadParameter("say which prompts to use; only the embedded pair has its own", param_hint="--data")
@@ -407,17 +416,23 @@ def bench(
     default_arms = "lookup,chain,tree-8,tree-16,auto"
     if not quick:
         default_arms = "lookup,stock-chain,chain,tree-8,tree-16,tree-32,auto"
+    further = dict(name.partition("=")[::2] for name in _split(beside))
+    if not all(name and source for name, source in further.items()):
+        raise typer.BadParameter("expected NAME=DRAFTER, such as `tf=embedded:treeflash`", param_hint="--beside")
     pair = _load(target, drafter, dtype, device)
     try:
         identical = run_bench(
             Console(),
             pair,
+            beside={
+                name: load_drafter(source, dtype=dtype.torch_dtype(), device=device) for name, source in further.items()
+            },
             data=_split(data) or list(SLICES),
             arms=_split(arms) or _split([default_arms]),
             settings=settings,
             prompts=prompts or (2 if quick else 16),
             batch_sizes=batch_sizes,
-            described={"target": target, "drafter": drafter, "temperature": temperature},
+            described={"target": target, "drafter": drafter, "beside": further, "temperature": temperature},
             json_path=json,
             csv_path=csv,
             plots=plots,

@@ -234,9 +234,16 @@ class TestBench:
         data, file = tmp_path / "mine.jsonl", tmp_path / "bench.json"
         data.write_text(json.dumps({"turns": [PROMPT, "more"]}) + "\n")
         pair = ["--target", paths[0], "--drafter", paths[1]]
-        result = runner.invoke(app, [*self.arguments, *pair, "--json", str(file), "--data", str(data), "--ignore-eos"])
+        further = ["--beside", f"again={paths[1]}", "--arms", "chain,chain@again"]
+        arguments = [*self.arguments, *pair, *further, "--json", str(file), "--data", str(data), "--ignore-eos"]
+        result = runner.invoke(app, arguments)
         assert result.exit_code == 0, result.output
-        (section,) = json.loads(file.read_text())["datasets"]
+        report = json.loads(file.read_text())
+        assert report["environment"]["beside"] == {"again": paths[1]}
+        (section,) = report["datasets"]
+        first, again = section["arms"][1:]
+        assert again["arm"] == "chain@again"
+        assert again["acceptance_length"] == first["acceptance_length"]
         assert (section["dataset"], section["prompts"], section["requests"], section["tokens"]) == ("mine", 1, 2, 16)
         result = runner.invoke(app, [*self.arguments, *pair])
         assert result.exit_code == 2
@@ -249,6 +256,8 @@ class TestBench:
             (["--data", "nothing"], "No prompts named 'nothing'"),
             (["--batch-sweep", "1,x"], "--batch-sweep"),
             (["--batch-sweep", "0"], "--batch-sweep"),
+            (["--beside", "embedded:treeflash"], "NAME=DRAFTER"),
+            (["--arms", "chain@tf"], "no drafter given"),
         ],
     )
     def test_what_cannot_be_measured_is_refused(self, arguments: list[str], message: str):

@@ -41,8 +41,20 @@ def load(
     Raises:
         FileNotFoundError: The installation lacks the files.
     """
-    paths = [path("target"), path(family)]
-    dtype, device = dtype or torch.float32, device or "cpu"
-    target = AutoModelForCausalLM.from_pretrained(paths[0], dtype=dtype, local_files_only=True).to(device)
-    drafter = AutoDrafter.from_pretrained(paths[1], dtype=dtype, local_files_only=True).to(device)
-    return target, drafter, AutoTokenizer.from_pretrained(paths[0], local_files_only=True)
+    folder = path("target")
+    drafter = load_drafter(dtype, device, family=family)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=drafter.dtype, local_files_only=True).to(drafter.device)
+    return target, drafter, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def load_drafter(
+    dtype: torch.dtype | None = None, device: torch.device | str | None = None, *, family: str = "dflash"
+) -> BlockDrafter:
+    """Loads one of the embedded drafters alone; see `load`.
+
+    Raises:
+        FileNotFoundError: The installation lacks the files.
+    """
+    source, kept = path(family), dtype or torch.float32
+    drafter: BlockDrafter = AutoDrafter.from_pretrained(source, dtype=kept, local_files_only=True).to(device or "cpu")
+    return drafter

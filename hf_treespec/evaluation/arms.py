@@ -1,11 +1,14 @@
-"""The benchmark's arms: names of ways of decoding, and how each calls `generate`."""
+"""The benchmark's arms: names of ways of decoding, and how each calls `generate`.
+
+`ARM@NAME` is an arm of a further drafter for the same target, which the benchmark was given under that name.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -184,21 +187,32 @@ ARMS: dict[str, tuple[Callable[..., Arm], str]] = {
     "oracle": (_plain, "the fixed N best on half of the prompts, scored on the other half"),
     "flex-parallel": (_flex, "FlexDraft, drafting while it verifies"),
     "flex-sequential": (_flex, "FlexDraft, drafting after it has verified"),
+    "flex-batch": (_flex, "FlexDraft, the first up to a batch of two, as in its paper"),
     "flex-auto": (_flex, "FlexDraft, whichever pays"),
 }
 
 
-def parse_arms(names: Sequence[str]) -> list[str]:
+def parse_arms(names: Sequence[str], beside: Sequence[str] = ()) -> list[str]:
     """The arms to measure, `plain` first, each once, and what `oracle` chooses among.
+
+    Args:
+        names: As the user gave them.
+        beside: Names of further drafters.
 
     Raises:
         ValueError: A name is unknown; the message lists those that are.
     """
     found = ["plain"]
     for name in names:
-        _look_up(name)
+        arm, _, drafter = name.partition("@")
+        _look_up(arm)
+        if drafter not in ("", *beside):
+            known = ", ".join(beside) or "there is none"
+            raise ValueError(f"Arm {name!r} is of no drafter given to measure beside the first; known: {known}.")
         if name == "oracle":
             found += [f"tree-{nodes}" for nodes in ORACLE_GRID]
+        elif arm == "oracle":
+            raise ValueError(f"{name!r}: `oracle` is of the first drafter only.")
         found.append(name)
     return list(dict.fromkeys(found))
 
@@ -213,23 +227,37 @@ def _look_up(name: str) -> tuple[str, int | None]:
     raise ValueError(f"Unknown arm {name!r}; the arms are {', '.join(ARMS)}, with a number in the place of N.")
 
 
-def build_arms(names: Sequence[str], pair: Pair) -> tuple[dict[str, Arm], dict[str, str]]:
-    """The arms of some names that can run, and why the others cannot. `oracle` is none: it only reads the others."""
+def build_arms(
+    names: Sequence[str], pair: Pair, beside: Mapping[str, BlockDrafter] | None = None
+) -> tuple[dict[str, Arm], dict[str, str]]:
+    """The arms of some names that can run, and why the others cannot. `oracle` is none: it only reads the others.
+
+    Args:
+        names: From `parse_arms`.
+        pair: What arms are of.
+        beside: Further drafters by name, for arms `ARM@NAME`.
+    """
     arms: dict[str, Arm] = {}
     skipped: dict[str, str] = {}
     for name in names:
         if name == "oracle":
             continue
-        key, nodes = _look_up(name)
+        arm, _, drafter = name.partition("@")
+        key, nodes = _look_up(arm)
         build = ARMS[key][0]
+        of = replace(pair, drafter=beside[drafter]) if drafter and beside else pair
         try:
-            arms[name] = build(pair, name) if nodes is None else build(pair, name, nodes)
+            built = build(of, arm) if nodes is None else build(of, arm, nodes)
         except UnavailableArmError as error:
             skipped[name] = str(error)
+        else:
+            arms[name] = replace(built, name=name)
     return arms, skipped
 
 
 def tree_nodes(name: str) -> int | None:
     """N of a `tree-N` arm; None for all others."""
+    if "@" in name:
+        return None
     key, nodes = _look_up(name)
     return nodes if key == "tree-N" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ def run_bench(
     settings: Settings,
     prompts: int | None = None,
     batch_sizes: Sequence[int] = (),
+    beside: Mapping[str, BlockDrafter] | None = None,
     described: dict[str, Any] | None = None,
     json_path: Path | None = None,
     csv_path: Path | None = None,
@@ -42,6 +43,7 @@ def run_bench(
         settings: How requests are decoded.
         prompts: Number of prompts of each set; all by default.
         batch_sizes: Batch sizes to measure besides.
+        beside: Further drafters by name, whose arms are `ARM@NAME`.
         described: What to add to the environment in all outputs.
         json_path: File for the results.
         csv_path: File to append a row for each arm to.
@@ -61,7 +63,7 @@ def run_bench(
     if plots is not None:
         from .plots import write_plots
     sets = [load_prompt_set(name, prompts, settings.seed) for name in data]
-    benchmark = Benchmark(*pair, sets, arms, settings, batch_sizes)
+    benchmark = Benchmark(*pair, sets, arms, settings, batch_sizes, beside)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("warming up", total=benchmark.steps)
         benchmark.run(lambda section: progress.update(task, advance=1, description=section))

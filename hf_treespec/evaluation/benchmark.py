@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -111,6 +111,7 @@ class Benchmark:
         arms: Names of arms; `plain` is always among them.
         settings: How requests are decoded.
         batch_sizes: Rows of further sections, whose batches mix all prompts' first turns.
+        beside: Further drafters for the target by name, whose arms are `ARM@NAME`.
 
     Attributes:
         names: Arms asked for, in order, those that `oracle` chooses among included.
@@ -128,11 +129,12 @@ class Benchmark:
         arms: Sequence[str],
         settings: Settings | None = None,
         batch_sizes: Sequence[int] = (),
+        beside: Mapping[str, BlockDrafter] | None = None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.prompt_sets, self.settings = prompt_sets, settings or Settings()
-        self.names = parse_arms(arms)
-        self.arms, self._unavailable = build_arms(self.names, Pair(target, drafter, self._max_length()))
+        self.names = parse_arms(arms, list(beside or ()))
+        self.arms, self._unavailable = build_arms(self.names, Pair(target, drafter, self._max_length()), beside)
         self.datasets = [Section(prompts.name, notes=prompts.notes, source=prompts.source) for prompts in prompt_sets]
         self.batches = [Section(f"batch {size}", size) for size in batch_sizes]
         self.partial = False

@@ -35,11 +35,25 @@ def load_pair(
         raise ValueError(f"The embedded models belong together, got target {target!r} with drafter {drafter!r}.")
     if target == _EMBEDDED:
         return embedded.load(dtype, device, family=family or "dflash")
-    target, drafter = find_source(target), find_source(drafter)
+    target = find_source(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype or "auto").to(device)
-    drafter_dtype = "auto" if dtype in (None, torch.float16) else dtype
-    return (
-        model,
-        AutoDrafter.from_pretrained(drafter, dtype=drafter_dtype).to(device),
-        AutoTokenizer.from_pretrained(target),
-    )
+    return model, load_drafter(drafter, dtype=dtype, device=device), AutoTokenizer.from_pretrained(target)
+
+
+def load_drafter(drafter: str, *, dtype: torch.dtype | None = None, device: str | None = None) -> BlockDrafter:
+    """Loads a drafter alone, as `load_pair` does.
+
+    Args:
+        drafter: Hub id, path, `"embedded"` or `"embedded:FAMILY"`.
+        dtype: Of its weights.
+        device: By default the GPU where there is one.
+
+    Raises:
+        FileNotFoundError: A path leads nowhere.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name, _, family = drafter.partition(":")
+    if name == _EMBEDDED:
+        return embedded.load_drafter(dtype, device, family=family or "dflash")
+    kept = "auto" if dtype in (None, torch.float16) else dtype
+    return AutoDrafter.from_pretrained(find_source(drafter), dtype=kept).to(device)

@@ -60,6 +60,14 @@ def write_plots(
         measured = {nodes: row["ms_per_round"]["verify"] for nodes, row in trees if row["ms_per_round"]}
         if measured:
             figures[f"latency-{key}"] = plot_latency(measured, predicted_ms, title)
+    curves: dict[str, list[tuple[int, float, float]]] = {}
+    for section in report["batches"]:
+        for row in section["arms"]:
+            if row["tokens_per_second"] is not None:
+                point = (section["batch"], row["tokens_per_second"], row["request_seconds"])
+                curves.setdefault(row["arm"], []).append(point)
+    if any(len(points) > 1 for points in curves.values()):
+        figures["batches"] = plot_batches(curves)
     if histories:
         figures["nodes-by-round"] = plot_histories(histories)
     if reliability:
@@ -123,6 +131,30 @@ def plot_nodes(points: Sequence[tuple[int, float, float, Sequence[float] | None]
     lower.set_xticks(sizes, [str(nodes) for nodes in sizes])
     lower.minorticks_off()
     upper.set_title(f"{title}: fixed trees")
+    for axes in (upper, lower):
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_batches(curves: Mapping[str, Sequence[tuple[int, float, float]]]) -> Figure:
+    """Throughput and a request's latency by batch size: `(B, tokens a second, seconds)` for each arm."""
+    figure = Figure(figsize=(6.4, 6.4), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    sizes = sorted({batch for points in curves.values() for batch, _, _ in points})
+    for arm, points in curves.items():
+        style = {"color": _GREY, "linestyle": "--"} if arm == "plain" else {}
+        batches = [batch for batch, _, _ in points]
+        upper.plot(batches, [speed for _, speed, _ in points], marker="o", label=arm, **style)
+        lower.plot(batches, [seconds for _, _, seconds in points], marker="o", **style)
+    upper.set_title("Batch sizes")
+    upper.set_ylabel("tokens a second, all rows")
+    upper.legend(frameon=False)
+    lower.set_ylabel("seconds from request to last token")
+    lower.set_xlabel("rows of a request")
+    lower.set_xscale("log", base=2)
+    lower.set_xticks(sizes, [str(size) for size in sizes])
+    lower.minorticks_off()
     for axes in (upper, lower):
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)

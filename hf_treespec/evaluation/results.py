@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ ARM_KEYS = (
     "tau_per_response",
     "tokens_per_forward",
     "tokens_per_second",
+    "request_seconds",
     "mean_nodes",
     "greedy_match",
     "ties",
@@ -141,6 +143,7 @@ def _measured(samples: list[Sample], arm_of: Callable[[Sample], str], seed: int)
         "speedup_ci95": list(decode.interval) if decode.interval else None,
         "end_to_end_speedup": whole.value,
         "tokens_per_second": tokens_per_second(results),
+        "request_seconds": statistics.median(result.seconds for result in results),
         "greedy_match": 1 - len(differences) / rows if judged else None,
         "ties": sum(difference.verdict == "tie" for difference in differences) if judged else None,
         "mismatches": sum(difference.verdict == "bug" for difference in differences) if judged else None,

@@ -28,7 +28,8 @@ def results():
     )
     found.skipped["auto"] = "not here"
     rows = [summarise_arm(found, name) for name in ("plain", "tree-4", "tree-8", "auto")]
-    return {"datasets": [{"dataset": "made up/x", "arms": rows}], "batches": [{"batch": 2, "arms": rows}]}
+    batches = [{"batch": 2, "arms": rows}, {"batch": 4, "arms": rows}]
+    return {"datasets": [{"dataset": "made up/x", "arms": rows}], "batches": batches}
 
 
 def test_all_figures(tmp_path: Path):
@@ -40,8 +41,8 @@ def test_all_figures(tmp_path: Path):
         reliability=[(0.1, 0.12, 40.0), (0.9, 0.8, 10.0), (0.5, 0.0, 0.0)],
     )
     kinds = ("speedup", "stages", "nodes", "latency")
-    expected = {f"{kind}-{key}.png" for kind in kinds for key in ("made-up-x", "batch-2")}
-    assert {path.name for path in paths} == expected | {"nodes-by-round.png", "reliability.png"}
+    expected = {f"{kind}-{key}.png" for kind in kinds for key in ("made-up-x", "batch-2", "batch-4")}
+    assert {path.name for path in paths} == expected | {"nodes-by-round.png", "reliability.png", "batches.png"}
     assert all(path.stat().st_size > 5000 for path in paths)
 
 
@@ -57,6 +58,7 @@ def test_axes_say_what_they_show_and_bars_begin_at_zero():
         plots.plot_nodes([(4, 2.0, 1.5, (1.4, 1.6)), (8, 2.5, 1.7, None)], "x"),
         plots.plot_latency({4: 2.0, 8: 2.5}, None, "x"),
         plots.plot_histories({"auto": [1, 2]}),
+        plots.plot_batches({"plain": [(1, 90.0, 1.0), (2, 150.0, 1.2)], "chain": [(1, 120.0, 0.8)]}),
         plots.plot_reliability([(0.5, 0.5, 3.0)]),
         plots.plot_distances({"dflash": [0.2, 0.5], "treeflash": [0.2, 0.3]}),
         plots.plot_coverage({"dflash": {"1": [0.7, 0.5], "5": [0.9, 0.8]}}),
