@@ -358,8 +358,8 @@ def bench(
     beside: Annotated[
         list[str] | None,
         typer.Option(
-            help="Further drafters for the same target, by comma, as NAME=DRAFTER: `tf=embedded:treeflash` for arms such "
-            "as `auto@tf`."
+            help="Further drafters for the same target, by comma, as NAME=DRAFTER: `tf=embedded:treeflash` for arms "
+            "such as `auto@tf`."
         ),
     ] = None,
     batch_sweep: Annotated[
@@ -419,14 +419,12 @@ def bench(
     further = dict(name.partition("=")[::2] for name in _split(beside))
     if not all(name and source for name, source in further.items()):
         raise typer.BadParameter("expected NAME=DRAFTER, such as `tf=embedded:treeflash`", param_hint="--beside")
-    pair = _load(target, drafter, dtype, device)
+    pair, kept = _load(target, drafter, dtype, device), dtype.torch_dtype()
     try:
         identical = run_bench(
             Console(),
             pair,
-            beside={
-                name: load_drafter(source, dtype=dtype.torch_dtype(), device=device) for name, source in further.items()
-            },
+            beside={name: load_drafter(source, dtype=kept, device=device) for name, source in further.items()},
             data=_split(data) or list(SLICES),
             arms=_split(arms) or _split([default_arms]),
             settings=settings,

@@ -43,7 +43,8 @@ def load(
     """
     folder = path("target")
     drafter = load_drafter(dtype, device, family=family)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=drafter.dtype, local_files_only=True).to(drafter.device)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=drafter.dtype, local_files_only=True)
+    target = target.to(drafter.device)
     return target, drafter, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
