@@ -22,6 +22,7 @@ class GenerationReport:
         whole_pairs: Pairs whose walk no stopping rule cut short.
         whole_committed: Tokens committed in those.
         nodes: Rows verified in drafted rounds, roots included, over all live rows.
+        riding_rows: Rows that a drafter's session brought along in their verifications, likewise over all live rows.
         accepted_by_depth: Walks that reached each depth in drafted rounds; index 0 counts the roots.
         row_committed: Tokens committed and pairs for each row.
         nonfinite_drafts: Rounds whose draft was not finite and went on as plain rounds.
@@ -45,6 +46,7 @@ class GenerationReport:
     whole_pairs: int = 0
     whole_committed: int = 0
     nodes: int = 0
+    riding_rows: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
     row_committed: list[tuple[int, int]] = field(default_factory=list)
     nonfinite_drafts: int = 0
@@ -59,7 +61,14 @@ class GenerationReport:
     reason: str | None = None
 
     def record(
-        self, paths: list[list[int]], nodes: int, live: list[int], cut: list[bool], drafted: bool, why: str
+        self,
+        paths: list[list[int]],
+        nodes: int,
+        live: list[int],
+        cut: list[bool],
+        drafted: bool,
+        why: str,
+        riding_rows: int = 0,
     ) -> None:
         """Counts one round.
 
@@ -70,6 +79,7 @@ class GenerationReport:
             cut: Whether a stopping rule ended each of those rows' walks.
             drafted: Whether there was a draft.
             why: Why the round had that many rows, in the policy's words.
+            riding_rows: Rows that rode with those of each batch row.
         """
         self.rounds += 1
         self.target_forwards += 1
@@ -83,6 +93,7 @@ class GenerationReport:
             self.pairs += 1
             self.committed += steps
             self.nodes += nodes
+            self.riding_rows += riding_rows
             tokens, pairs = self.row_committed[row]
             self.row_committed[row] = (tokens + steps, pairs + 1)
             if not was_cut:
@@ -123,6 +134,11 @@ class GenerationReport:
         return self.nodes / self.pairs if self.pairs else 0.0
 
     @property
+    def mean_rows(self) -> float:
+        """Rows of a drafted round's verification: nodes, and rows that rode with them."""
+        return (self.nodes + self.riding_rows) / self.pairs if self.pairs else 0.0
+
+    @property
     def acceptance_by_depth(self) -> list[float]:
         """Share of drafted walks that reached each depth, depth 1 first."""
         return [count / self.pairs for count in self.accepted_by_depth[1:]] if self.pairs else []
@@ -145,6 +161,7 @@ class GenerationReport:
             "tau_per_response",
             "tokens_per_forward",
             "mean_nodes",
+            "mean_rows",
             "acceptance_by_depth",
             "stage_ms",
         )
@@ -155,9 +172,10 @@ class GenerationReport:
             return f"plain decoding: {self.reason}"
         rounds = f"{self.drafted_rounds} drafted and {self.plain_rounds} plain rounds"
         others = f"uncut {self.tau_untruncated:.2f}, per response {self.tau_per_response:.2f}"
+        rows = f", {self.mean_rows:.1f} rows" if self.riding_rows else ""
         lines = [
             f"{self.tokens} tokens in {self.target_forwards} forwards ({self.tokens_per_forward:.2f} each), {rounds}",
-            f"acceptance length {self.acceptance_length:.2f} ({others}), {self.mean_nodes:.1f} nodes a round",
+            f"acceptance length {self.acceptance_length:.2f} ({others}), {self.mean_nodes:.1f} nodes{rows} a round",
         ]
         if self.rounds:
             lines.append("ms a round: " + ", ".join(f"{name} {ms:.2f}" for name, ms in self.stage_ms.items()))

@@ -283,6 +283,7 @@ class TreeDecoding:
             if tree is None:
                 tree = DraftTree.root(self._anchors())
             extra = self.session.extra_rows(tree) if drafted else None
+            riding = self.session.riding_rows
             with self.clock.stage("verify"):
                 logits, hidden = self.verifier(tree, self._steps(), extra, self.policy.split)
             with self.clock.stage("walk"):
@@ -291,7 +292,7 @@ class TreeDecoding:
                 self._commit(paths, drafted, len(tree) if extra is not None else None)
                 self.rows.stream()
         cut = [self.rows.stopped(row) for row in live]
-        self.report.record(paths, len(tree), live, cut, drafted, self._why)
+        self.report.record(paths, len(tree), live, cut, drafted, self._why, riding)
         self._outcomes.append(
             _Outcome(len(tree), drafted, live, context, paths, any(cut), self._promised, bool(self.policy.split))
         )

@@ -70,6 +70,7 @@ def pool(reports: Iterable[GenerationReport]) -> GenerationReport:
             setattr(total, name, getattr(total, name) + getattr(report, name))
         total.whole_committed += report.whole_committed
         total.nodes += report.nodes
+        total.riding_rows += report.riding_rows
         total.row_committed += report.row_committed
         depths = zip_longest(total.accepted_by_depth, report.accepted_by_depth, fillvalue=0)
         total.accepted_by_depth = [sum(counts) for counts in depths]

@@ -33,6 +33,7 @@ ARM_KEYS = (
     "tokens_per_second",
     "request_seconds",
     "mean_nodes",
+    "mean_rows",
     "greedy_match",
     "ties",
     "mismatches",
@@ -160,7 +161,7 @@ def _acceptance(samples: list[Sample], arm_of: Callable[[Sample], str]) -> dict[
         total = pool(reports)
         forwards = sum(report.target_forwards * max(1, len(report.row_committed)) for report in reports)
         figures = {"tokens_per_forward": total.tokens / forwards if forwards else None, "ms_per_round": total.stage_ms}
-        names = ("acceptance_length", "tau_untruncated", "tau_per_response", "mean_nodes")
+        names = ("acceptance_length", "tau_untruncated", "tau_per_response", "mean_nodes", "mean_rows")
         return figures | {name: getattr(total, name) for name in names if total.pairs}
     calls = [(sample.rows, call) for sample in samples for call in sample.arms[arm_of(sample)].calls]
     forwards = sum(rows * call.deliveries for rows, call in calls)

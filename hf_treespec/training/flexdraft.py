@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafters.flexdraft import FlexDraftDrafter, packed_blocks
+from ..drafters.flexdraft.layout import decoder_of
 from .acceptance import acceptance_lengths
 from .distillation import DistillationObjective, Gamma, RunSettings, distill
 from .losses import calibration_loss
@@ -147,6 +148,29 @@ def train_flexdraft(
     if fingerprint(target) != before:
         raise RuntimeError("the target's weights changed while its drafter was trained; load it anew.")
     return metrics
+
+
+@torch.no_grad()
+def initialise_mask_embedding(drafter: FlexDraftDrafter, target: PreTrainedModel, sequences: np.ndarray) -> None:
+    """Lets mask rows enter as the average of what enters the split layer on some text.
+
+    The mean token embedding that a fresh drafter has lies far from the states of a middle layer, whose norm is many
+    times larger, and is slow to move there.
+
+    Args:
+        sequences: Token ids without padding, `[n, L]`; few are enough.
+    """
+    entering: list[torch.Tensor] = []
+    layer = decoder_of(target)[1][drafter.config.split_layer]
+    handle = layer.register_forward_pre_hook(
+        lambda module, args, kwargs: entering.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    try:
+        target.get_decoder()(torch.from_numpy(sequences.astype(np.int64)).to(target.device), use_cache=False)
+    finally:
+        handle.remove()
+    # The first token's state is an attention sink in most models and unlike all others.
+    drafter.mask_embedding.copy_(entering[0][:, 1:].float().mean((0, 1)))
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -34,8 +34,9 @@ def same_drafts(one: Guide, other: Guide) -> bool:
 @pytest.mark.parametrize("inputs", [prompt(12, seed=3), batch((5, 13, 9), seed=6)], ids=["one row", "three rows"])
 def test_a_draft_without_its_group_is_made_alone_and_is_the_same(inputs: Inputs) -> None:
     whole, _ = decode(inputs)
-    pruned, _ = decode(inputs, flex_groups=2)
+    pruned, report = decode(inputs, flex_groups=2)
     assert all(states.shape[1] == 2 * BLOCK for _, _, states in pruned.groups)
+    assert report.mean_nodes < report.mean_rows <= report.mean_nodes + 2 * BLOCK
     assert all(was_brought for _, _, was_brought in whole.drafts[1:])
     assert not all(was_brought for _, _, was_brought in pruned.drafts[1:])
     assert same_drafts(whole, pruned)
@@ -57,6 +58,7 @@ def test_candidates_below_a_path_score_are_not_verified(shape: str, score: float
     _, whole = decode(prompt(12, seed=3), shape=shape, budget=12)
     guide, pruned = decode(prompt(12, seed=3), shape=shape, budget=12, flex_verify_score=score)
     assert pruned.mean_nodes < whole.mean_nodes
+    assert pruned.mean_rows < whole.mean_rows
     for _, tree, _ in guide.groups:
         real = tree.log_scores > -torch.inf
         # A child is kept by the best path to its depth; a chain has no other.

@@ -18,7 +18,12 @@ from hf_treespec.drafters.flexdraft import FlexDraftDrafter
 from hf_treespec.training import flexdraft
 from hf_treespec.training.checkpoints import last_checkpoint
 from hf_treespec.training.continuations import sample_continuations
-from hf_treespec.training.flexdraft import FlexDraftObjective, fingerprint, train_flexdraft
+from hf_treespec.training.flexdraft import (
+    FlexDraftObjective,
+    fingerprint,
+    initialise_mask_embedding,
+    train_flexdraft,
+)
 from hf_treespec.training.lattices import lattices_along
 from hf_treespec.training.losses import calibration_loss, distillation_loss
 
@@ -171,3 +176,11 @@ def test_a_drafter_without_calibration_has_none_to_train() -> None:
     drafter = FlexDraftDrafter.from_target(target("qwen3"), 2, calibration_rank=None)
     with pytest.raises(ValueError, match="calibration_rank is None"):
         FlexDraftObjective(drafter, target("qwen3"), part="calibration")
+
+
+def test_mask_rows_start_as_the_average_state_that_enters_the_split_layer() -> None:
+    drafter, model, written = fresh_drafter(), target("qwen3"), texts(3)
+    initialise_mask_embedding(drafter, model, written.numpy())
+    states = model(written, output_hidden_states=True).hidden_states[drafter.config.split_layer]
+    assert torch.allclose(drafter.mask_embedding, states[:, 1:].mean((0, 1)), atol=1e-6)
+    assert hook_count(model) == 0

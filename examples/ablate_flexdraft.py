@@ -1,0 +1,168 @@
+"""What the parts of a FlexDraft drafter are worth on the embedded target: calibration, selective verification, layers.
+
+    python examples/ablate_flexdraft.py --drafter embedded:flexdraft --held-out build/flexdraft/continuations_held_out
+    python examples/ablate_flexdraft.py --work build/ablation --layers 2,4,6,8 \
+        --continuations build/flexdraft/continuations_train --held-out build/flexdraft/continuations_held_out
+
+The first form compares a trained drafter's drafts with and without the calibration, paired over texts that the target
+wrote, and decodes their prompts with several thresholds. The second trains drafters of so many last layers alike and
+for a short time. Tables are printed; `--json` keeps the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hf_treespec import embedded
+from hf_treespec.drafters.flexdraft import FlexDraftDrafter
+from hf_treespec.evaluation.bootstrap import paired_speedup
+from hf_treespec.evaluation.loading import load_drafter
+from hf_treespec.evaluation.measurement import pool
+from hf_treespec.training.acceptance import acceptance_lengths
+from hf_treespec.training.continuations import load_continuations
+from hf_treespec.training.flexdraft import initialise_mask_embedding, train_flexdraft
+
+SEED = 0
+PROMPT_LENGTH, NEW_TOKENS = 128, 128
+TEMPERATURE = 0.8
+TREE_NODES = (16,)
+SAMPLING: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
+
+#: Thresholds of selective verification: a node's group of mask rows, and the node itself.
+PRUNING: dict[str, dict[str, Any]] = {
+    "everything": {"flex_group_score": 0.0},
+    "groups above 0.01": {"flex_group_score": 0.01},
+    "groups above 0.03": {"flex_group_score": 0.03},
+    "groups above 0.1": {"flex_group_score": 0.1},
+    "groups above 0.1, nodes above 0.01": {"flex_group_score": 0.1, "flex_verify_score": 0.01},
+    "groups above 0.1, nodes above 0.03": {"flex_group_score": 0.1, "flex_verify_score": 0.03},
+}
+
+
+def calibration(drafter: FlexDraftDrafter, target: PreTrainedModel, sequences: torch.Tensor) -> dict[str, Any]:
+    """Acceptance lengths with and without the calibration, and the ratio with its 95 % interval over texts."""
+    kept = drafter.anchor_bias_mlp
+    per_text: dict[str, list[dict[str, float]]] = {"with": [], "without": []}
+    for name, module in (("with", kept), ("without", None)):
+        drafter.anchor_bias_mlp = module
+        for sequence in sequences.split(1):
+            per_text[name].append(
+                acceptance_lengths(drafter, target, sequence, PROMPT_LENGTH, tree_nodes=TREE_NODES, batch_size=1)
+            )
+    drafter.anchor_bias_mlp = kept
+    found: dict[str, Any] = {}
+    for figure in per_text["with"][0]:
+        calibrated, plain = ([text[figure] for text in per_text[name]] for name in ("with", "without"))
+        ones = [1.0] * len(calibrated)
+        # Rounds over one text are inverse to its acceptance length.
+        ratio = paired_speedup([1 / tau for tau in plain], ones, [1 / tau for tau in calibrated], ones, seed=SEED)
+        found[figure] = {
+            "with": len(calibrated) / sum(1 / tau for tau in calibrated),
+            "without": len(plain) / sum(1 / tau for tau in plain),
+            "ratio": ratio.value,
+            "ci95": ratio.interval and list(ratio.interval),
+        }
+    return found
+
+
+def pruning(
+    drafter: FlexDraftDrafter, target: PreTrainedModel, sequences: torch.Tensor, shape: str, budget: int
+) -> dict[str, dict[str, float]]:
+    """Rows a round and acceptance length of parallel decoding under every threshold."""
+    found = {}
+    for name, options in PRUNING.items():
+        view = drafter.with_options(flex_mode="parallel", shape=shape, budget=budget, **options)
+        reports = []
+        for seed, sequence in enumerate(sequences):
+            torch.manual_seed(seed)
+            prompt = sequence[None, :PROMPT_LENGTH]
+            target.generate(
+                prompt,
+                assistant_model=view,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=True,
+                temperature=TEMPERATURE,
+                top_k=0,
+            )
+            reports.append(view.last_report)
+        total = pool(reports)
+        found[name] = {"rows": total.mean_rows, "nodes": total.mean_nodes, "tau": total.acceptance_length}
+    return found
+
+
+def layers(
+    counts: list[int], target: PreTrainedModel, written: np.ndarray, held_out: np.ndarray, work: Path, steps: int
+) -> dict[str, dict[str, float]]:
+    """Held-out figures of drafters of so many layers; those that are finished in the working folder are kept."""
+    found = {}
+    for count in counts:
+        folder = work / f"layers-{count}"
+        done = folder / "metrics.json"
+        if not done.exists():
+            torch.manual_seed(SEED)
+            drafter = FlexDraftDrafter.from_target(target, count, block_size=8, calibration_rank=256).float()
+            initialise_mask_embedding(drafter, target, written[:8])
+            metrics = train_flexdraft(
+                drafter,
+                target,
+                written,
+                held_out,
+                folder / "run",
+                prompt_length=PROMPT_LENGTH,
+                temperature=TEMPERATURE,
+                batch_size=2,
+                anchors=64,
+                tree_nodes=TREE_NODES,
+                optimizer="muon",
+                learning_rate=1e-2,
+                max_steps=steps,
+                save_steps=steps,
+                live_sequences=1,
+                seed=SEED,
+            )
+            done.write_text(json.dumps(metrics))
+        found[str(count)] = json.loads(done.read_text())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", help="a trained drafter: path, or `embedded:flexdraft`")
+    parser.add_argument("--held-out", type=Path, required=True, help="texts of the target to measure on")
+    parser.add_argument("--held-out-sequences", type=int, default=16)
+    parser.add_argument("--layers", help="numbers of last layers to compare, by comma")
+    parser.add_argument("--continuations", type=Path, help="texts of the target to train those on")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each of them")
+    parser.add_argument("--work", type=Path, default=Path("build/ablate-flexdraft"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    held_out = load_continuations(arguments.held_out)[: arguments.held_out_sequences]
+    sequences = torch.from_numpy(held_out.astype(np.int64))
+    target, _, _ = embedded.load()
+    found: dict[str, Any] = {}
+    if arguments.drafter:
+        drafter = load_drafter(arguments.drafter, dtype=torch.float32)
+        assert isinstance(drafter, FlexDraftDrafter)
+        found["calibration"] = calibration(drafter, target, sequences)
+        for shape, budget in (("chain", 8), ("tree", 16)):
+            found[f"pruning, {shape} of {budget}"] = pruning(drafter, target, sequences, shape, budget)
+    if arguments.layers:
+        counts = [int(count) for count in arguments.layers.split(",")]
+        written = load_continuations(arguments.continuations)
+        written = load_continuations(arguments.continuations)
+        found["layers"] = layers(counts, target, written, held_out, arguments.work, arguments.steps)
+    text = json.dumps(found, indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
