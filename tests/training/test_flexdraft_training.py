@@ -180,7 +180,8 @@ def test_a_drafter_without_calibration_has_none_to_train() -> None:
 
 def test_mask_rows_start_as_the_average_state_that_enters_the_split_layer() -> None:
     drafter, model, written = fresh_drafter(), target("qwen3"), texts(3)
+    hooks = hook_count(model)
     initialise_mask_embedding(drafter, model, written.numpy())
+    assert hook_count(model) == hooks
     states = model(written, output_hidden_states=True).hidden_states[drafter.config.split_layer]
     assert torch.allclose(drafter.mask_embedding, states[:, 1:].mean((0, 1)), atol=1e-6)
-    assert hook_count(model) == 0
