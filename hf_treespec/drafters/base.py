@@ -142,7 +142,8 @@ class TargetModules:
     def selects(self) -> bool:
         """Whether `logits_of` works: the head is a plain matrix, with nothing wrapped round it."""
         head = _alive(self._lm_head)
-        return type(head) is nn.Linear and head.weight.is_floating_point() and not hasattr(head, "_hf_hook")
+        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not hasattr(head, "_hf_hook")
+        return plain and head.weight.is_floating_point()
 
     def logits_of(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[..., M, C]` of chosen tokens, long `[..., C]`, for states `[..., M, H]`; see `selects`."""
