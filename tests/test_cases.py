@@ -8,21 +8,35 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import transformers.pipelines.base as pipelines_base
 from models import PAD, VOCAB, WINDOW, batch, build, decoder_layers, dflash, hook_count, prompt, target
-from parity import GREEDY, SAMPLED, assert_same, compare, counting, eos_tokens, run
+from parity import GREEDY, SAMPLED, assert_same, compare, counting, eos_tokens, run, tokenizer
 from rigged import BLOCK, RiggedSession, rigged, rows_of
 from test_distribution import chi_square, draw, joint, p_value
 from test_generate_surface import Grammar, Puts, Recording, cache_of
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, QuantizedCache, StaticCache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    QuantizedCache,
+    StaticCache,
+)
 from transformers.cache_utils import QuantizedLayer
 
 from hf_treespec import UnsupportedRequestError
 from hf_treespec.compat import CACHE_KEYWORD
+from hf_treespec.drafters import checks
 from hf_treespec.drafters.base import DraftState, TargetModules
 from hf_treespec.trees import DraftLattice
 
@@ -572,6 +586,26 @@ def test_c34_padded_vocabulary_rows_are_never_drafted() -> None:
     assert modules.logits(torch.zeros(2, 64)).shape == (2, VOCAB)
 
 
+@pytest.fixture
+def sharded() -> Iterator[Any]:
+    """A target whose embedding and head are sharded over a mesh, here of one rank."""
+    network = build("qwen3", "sdpa")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (network.get_input_embeddings(), network.get_output_embeddings()):
+        module.weight = torch.nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+    yield network
+    torch.distributed.destroy_process_group()
+
+
+def test_c34_shards_of_the_vocabulary_are_not_indexed_by_token_ids(sharded: Any) -> None:
+    """C34: of a tensor-parallel target only the modules are called, which put the shards together."""
+    assert TargetModules(model()).selects
+    assert not TargetModules(sharded).selects
+    (finding,) = checks.embeddings(dflash("qwen3", "sdpa"), sharded)
+    assert finding.status is checks.Status.unchecked
+
+
 # C4: what a drafter borrows
 
 
@@ -682,3 +716,19 @@ def test_c48_a_drafter_of_another_vocabulary() -> None:
     with counting(model()) as forwards, pytest.raises(ValueError, match=r"(?s)vocab.*120|120.*vocab"):
         run(model(), prompt(), assistant_model=other, max_new_tokens=4, **GREEDY)
     assert forwards == []
+
+
+def test_c48_a_drafter_has_no_tokenizer_of_its_own() -> None:
+    """C48: another tokenizer for the drafter is refused with the reason; the target's own may be named."""
+    words = Tokenizer(WordLevel({"<unk>": 0, "word": 1}, unk_token="<unk>"))
+    other = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    view = rigged([]).with_options(budget=8, on_unsupported="plain")
+    for named in ({"tokenizer": tokenizer()}, {}):
+        options = {"assistant_model": view, "assistant_tokenizer": other, "max_new_tokens": 4, **GREEDY}
+        with counting(model()) as forwards, pytest.raises(ValueError, match="assistant_tokenizer.*token ids"):
+            run(model(), prompt(), **named, **options)
+        assert forwards == []
+    both = {"tokenizer": tokenizer(), "assistant_tokenizer": tokenizer()}
+    run(model(), prompt(), assistant_model=view, max_new_tokens=4, **GREEDY, **both)
+    # A pipeline hands on what it was given, to be refused by the same rule.
+    assert pipelines_base.load_assistant_model(model(), view, other)[1] is other

@@ -101,6 +101,23 @@ def check_request(
     drafter.check_target(target)
 
 
+def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
+    """Checks that no tokenizer but the target's was passed for the drafter.
+
+    Raises:
+        ValueError: `assistant_tokenizer` has another vocabulary than `tokenizer`, or nothing to compare with.
+    """
+    if assistant_tokenizer is None:
+        return
+    if tokenizer is not None and assistant_tokenizer.get_vocab() == tokenizer.get_vocab():
+        return
+    raise ValueError(
+        f"`assistant_tokenizer` ({type(assistant_tokenizer).__name__} of {len(assistant_tokenizer)} tokens) is not "
+        "the target's tokenizer. A drafter reads the target's hidden states and drafts the target's token ids, so it "
+        "can have no other: drop `assistant_tokenizer`, and take a drafter made for this target."
+    )
+
+
 def check_layers(text_config: PreTrainedConfig) -> None:
     """Checks that every decoder layer's attention can verify a tree.
 
