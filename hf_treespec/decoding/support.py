@@ -20,6 +20,9 @@ _UNSET_ASSISTANT_TOKENS = 20
 #: Rotary embeddings whose frequencies follow the longest position of a forward.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+#: How many residual streams a target's layers pass on side by side, by the field that says so.
+_STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
+
 
 class UnsupportedRequestError(ValueError):
     """A request that a drafter cannot take part in."""
@@ -119,11 +122,17 @@ def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
 
 
 def check_layers(text_config: PreTrainedConfig) -> None:
-    """Checks that every decoder layer's attention can verify a tree.
+    """Checks that every decoder layer's attention can verify a tree and its output is one state a position.
 
     Raises:
-        UnsupportedRequestError: A layer's cannot.
+        UnsupportedRequestError: A layer's is not so.
     """
+    for field in _STREAMS:
+        if (getattr(text_config, field, None) or 1) > 1:
+            raise UnsupportedRequestError(
+                f"A drafter reads one hidden state a position, and the layers of {text_config.model_type!r} pass on "
+                f"several side by side ({field}={getattr(text_config, field)}). Decode this target without a drafter."
+            )
     try:
         layer_kinds(text_config)
     except ValueError as error:
