@@ -8,21 +8,38 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import transformers.pipelines.base as pipelines_base
 from models import PAD, VOCAB, WINDOW, batch, build, decoder_layers, dflash, hook_count, prompt, target
-from parity import GREEDY, SAMPLED, assert_same, compare, counting, eos_tokens, run
+from parity import GREEDY, SAMPLED, assert_same, compare, counting, eos_tokens, run, tokenizer
 from rigged import BLOCK, RiggedSession, rigged, rows_of
 from test_distribution import chi_square, draw, joint, p_value
 from test_generate_surface import Grammar, Puts, Recording, cache_of
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, QuantizedCache, StaticCache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    CompileConfig,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    QuantizedCache,
+    StaticCache,
+)
 from transformers.cache_utils import QuantizedLayer
 
 from hf_treespec import UnsupportedRequestError
 from hf_treespec.compat import CACHE_KEYWORD
+from hf_treespec.decoding import contexts
+from hf_treespec.drafters import checks
 from hf_treespec.drafters.base import DraftState, TargetModules
 from hf_treespec.trees import DraftLattice
 
@@ -177,6 +194,15 @@ def test_c09_sampling_is_not_silently_greedy() -> None:
     assert len(seen) >= 8
 
 
+def test_c09_a_sampler_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C09: what a drafter cannot sample as the target does raises; nothing else is sampled in its place."""
+    network = build("qwen3", "sdpa")
+    monkeypatch.setattr(type(network), "_sample", lambda self, *args, **kwargs: pytest.fail("sampled"), raising=False)
+    with counting(network) as forwards, pytest.raises(UnsupportedRequestError, match="loop of its own"):
+        run(network, prompt(), assistant_model=rigged([]).with_options(budget=8), max_new_tokens=4, **SAMPLED)
+    assert forwards == []
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
@@ -294,17 +320,23 @@ def test_c13_c14_recurrent_states_are_exact_or_refused(name: str) -> None:
 def gemma(name: str) -> Any:
     from models import _ALTERNATING, _COMMON
 
-    common = {**_COMMON, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
-    common["layer_types"] = _ALTERNATING
+    common = {**_COMMON, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _ALTERNATING}
+    common["final_logit_softcapping"] = 5.0
+    by_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2}
     torch.manual_seed(2)
     if name == "gemma2":
-        config = transformers.Gemma2Config(**common, final_logit_softcapping=5.0, attn_logit_softcapping=3.0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    config = transformers.Gemma3TextConfig(**common, final_logit_softcapping=5.0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        config = transformers.Gemma2Config(**common, query_pre_attn_scalar=16, attn_logit_softcapping=3.0)
+    elif name == "gemma3":
+        config = transformers.Gemma3TextConfig(**common, query_pre_attn_scalar=16)
+    elif name == "gemma3n":
+        config = transformers.Gemma3nTextConfig(**common, **by_layer)
+    else:
+        config = transformers.Gemma4TextConfig(**common, **by_layer, global_head_dim=32)
+    attention = "eager" if name == "gemma2" else "sdpa"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4"])
 @pytest.mark.parametrize("length", [1, 3, 12])
 def test_c15_scaled_embeddings_softcaps_and_mixed_windows(name: str, length: int) -> None:
     """C15: a target with scaled embeddings, soft caps and mixed windows is exact, from the shortest prompt on."""
@@ -312,6 +344,18 @@ def test_c15_scaled_embeddings_softcaps_and_mixed_windows(name: str, length: int
     network.generation_config.pad_token_id = PAD
     for mode in (GREEDY, SAMPLED):
         compare(network, prompt(length, seed=2), seed=length, **mode)
+
+
+def test_c15_layers_that_pass_on_several_streams_are_refused() -> None:
+    """C15: a target without one hidden state a position is refused as such, before prefill; or decoded plainly."""
+    network = gemma("gemma3n")
+    network.generation_config.pad_token_id = PAD
+    view = rigged([]).with_options(budget=8)
+    with counting(network) as forwards, pytest.raises(UnsupportedRequestError, match="altup_num_inputs=4"):
+        run(network, prompt(), assistant_model=view, max_new_tokens=4, **GREEDY)
+    assert forwards == []
+    plain = view.with_options(on_unsupported="plain")
+    assert run(network, prompt(), assistant_model=plain, max_new_tokens=4, **GREEDY).sequences.shape[1] == 13
 
 
 # C2: caches and windows
@@ -336,6 +380,26 @@ def test_c19_static_caches(family: str) -> None:
         plain, _, _ = compare(network, inputs, decoding={"budget": budget}, **options)
         # A later plain call finds nothing changed.
         assert torch.equal(run(network, inputs, **options).sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_c19_rounds_of_a_static_cache_are_not_compiled(off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C19: trees of every size go by, and none waits for a compiler, whether compilation is on or off."""
+
+    def compiled(self: Any, config: Any) -> Any:
+        raise AssertionError("a forward was compiled")
+
+    options = {"cache_implementation": "static", "disable_compile": off, "max_new_tokens": NEW, **GREEDY}
+    compilation = CompileConfig()
+    compilation._compile_all_devices = True
+    rows = rows_of(run(model(), prompt(), **options).sequences, prompt())
+    monkeypatch.setattr(type(model()), "get_compiled_call", compiled)
+    view = rigged(rows).with_options(budget=8)
+    assisted = run(model(), prompt(), assistant_model=view, compile_config=compilation, **options)
+    assert assisted.sequences[0].tolist() == rows[0]
+    if not off:
+        with pytest.raises(AssertionError, match="compiled"):
+            run(model(), prompt(), compile_config=compilation, **options)
 
 
 def test_c20_quantised_caches() -> None:
@@ -394,8 +458,10 @@ def test_c20_unknown_caches_are_refused_before_prefill() -> None:
     assert forwards == []
 
 
-def test_c22_a_conversation_keeps_its_draft_context() -> None:
+def test_c22_a_conversation_keeps_its_draft_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """C22: turn two of a conversation drafts with what turn one has seen; without it, from the new tokens, exactly."""
+    warnings: list[str] = []
+    monkeypatch.setattr(contexts.logger, "warning_once", warnings.append)
     drafter = rigged([], "half", seed=1)
     drafter.rig.gap = True
     view = drafter.with_options(budget=8)
@@ -414,6 +480,8 @@ def test_c22_a_conversation_keeps_its_draft_context() -> None:
         inputs = {"input_ids": turn_ids, "attention_mask": torch.ones_like(turn_ids)}
     assert seen == [1, 1, 2]
     assert drafter.rig.sessions[1].first[0] == 7 + 10 + 2 + 10 - 1, "the new context starts where the cache ends"
+    (warning,) = warnings
+    assert "extended without the drafter" in warning
 
 
 def test_c22_the_context_survives_as_long_as_it_is_followed() -> None:
@@ -535,6 +603,16 @@ def test_c31_c32_drafter_and_target_of_different_dtypes(pair: tuple[str, str]) -
         assert assisted.sequences.shape == plain.sequences.shape
 
 
+def test_c31_a_pipeline_leaves_the_drafters_dtype_alone(tmp_path: Path) -> None:
+    """C31: where transformers casts an assistant to its target's dtype, a drafter keeps what it was saved in."""
+    drafter = dflash("qwen3", "sdpa")
+    type(drafter)(drafter.config).to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded, _ = pipelines_base.load_assistant_model(build("qwen3").half(), str(tmp_path), None)
+    assert loaded.dtype == torch.bfloat16
+    loaded, _ = pipelines_base.load_assistant_model(build("qwen3").half(), drafter, None)
+    assert loaded.dtype == torch.float32
+
+
 def test_c33_adapters_on_the_target() -> None:
     """C33: with a LoRA adapter the result is that of the adapted target; disabled, that of the bare one."""
     peft = pytest.importorskip("peft")
@@ -548,6 +626,12 @@ def test_c33_adapters_on_the_target() -> None:
     for network, rows in ((adapted, expected), (base, expected)):
         view = rigged(rows_of(rows, prompt()), "half").with_options(budget=8)
         assert torch.equal(run(network, prompt(), **GREEDY, max_new_tokens=NEW, assistant_model=view).sequences, rows)
+    drafter = dflash("qwen3", "sdpa")
+    weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    view = drafter.with_options(budget=8)
+    assert torch.equal(run(adapted, prompt(), **GREEDY, max_new_tokens=NEW, assistant_model=view).sequences, expected)
+    assert drafter.state_dict().keys() == weights.keys(), "an adapter was put on the drafter"
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in drafter.state_dict().items())
     with adapted.disable_adapter():
         view = rigged(rows_of(bare, prompt()), "half").with_options(budget=8)
         assisted = run(adapted, prompt(), **GREEDY, max_new_tokens=NEW, assistant_model=view).sequences
@@ -572,6 +656,26 @@ def test_c34_padded_vocabulary_rows_are_never_drafted() -> None:
     assert modules.logits(torch.zeros(2, 64)).shape == (2, VOCAB)
 
 
+@pytest.fixture
+def sharded() -> Iterator[Any]:
+    """A target whose embedding and head are sharded over a mesh, here of one rank."""
+    network = build("qwen3", "sdpa")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (network.get_input_embeddings(), network.get_output_embeddings()):
+        module.weight = torch.nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+    yield network
+    torch.distributed.destroy_process_group()
+
+
+def test_c34_shards_of_the_vocabulary_are_not_indexed_by_token_ids(sharded: Any) -> None:
+    """C34: of a tensor-parallel target only the modules are called, which put the shards together."""
+    assert TargetModules(model()).selects
+    assert not TargetModules(sharded).selects
+    (finding,) = checks.embeddings(dflash("qwen3", "sdpa"), sharded)
+    assert finding.status is checks.Status.unchecked
+
+
 # C4: what a drafter borrows
 
 
@@ -585,7 +689,7 @@ def borrowed(name: str) -> Any:
     return gemma(name) if name.startswith("gemma") else target(name, "eager")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "granite", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "gemma4", "granite", "qwen2_5_vl"])
 def test_c38_embeddings_and_head_are_borrowed_as_the_target_uses_them(name: str) -> None:
     """C38: scaled embeddings, logit scaling and soft caps apply to drafts as they do in the target."""
     network = borrowed(name)
@@ -682,3 +786,19 @@ def test_c48_a_drafter_of_another_vocabulary() -> None:
     with counting(model()) as forwards, pytest.raises(ValueError, match=r"(?s)vocab.*120|120.*vocab"):
         run(model(), prompt(), assistant_model=other, max_new_tokens=4, **GREEDY)
     assert forwards == []
+
+
+def test_c48_a_drafter_has_no_tokenizer_of_its_own() -> None:
+    """C48: another tokenizer for the drafter is refused with the reason; the target's own may be named."""
+    words = Tokenizer(WordLevel({"<unk>": 0, "word": 1}, unk_token="<unk>"))
+    other = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    view = rigged([]).with_options(budget=8, on_unsupported="plain")
+    for named in ({"tokenizer": tokenizer()}, {}):
+        options = {"assistant_model": view, "assistant_tokenizer": other, "max_new_tokens": 4, **GREEDY}
+        with counting(model()) as forwards, pytest.raises(ValueError, match=r"assistant_tokenizer.*token ids"):
+            run(model(), prompt(), **named, **options)
+        assert forwards == []
+    both = {"tokenizer": tokenizer(), "assistant_tokenizer": tokenizer()}
+    run(model(), prompt(), assistant_model=view, max_new_tokens=4, **GREEDY, **both)
+    # A pipeline hands on what it was given, to be refused by the same rule.
+    assert pipelines_base.load_assistant_model(model(), view, other)[1] is other

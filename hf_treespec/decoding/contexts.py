@@ -45,14 +45,16 @@ def recall(cache: Cache, drafter: BlockDrafter, batch_size: int) -> DraftSession
         return None
     context = _CONTEXTS.pop(cache, None)
     if context is None or context.weights() is not drafter.weights or len(context.unseen) != batch_size:
-        logger.info("The draft context starts at the new tokens: nothing is known of what the cache already holds.")
+        logger.warning_once(
+            "The draft context starts at the new tokens: nothing is known of what the cache already holds."
+        )
         return None
     if context.inference and not torch.is_inference_mode_enabled():
-        logger.info("The draft context starts at the new tokens: what is known was made in inference mode.")
+        logger.warning_once("The draft context starts at the new tokens: what is known was made in inference mode.")
         return None
     wanted = [max(0, columns - unseen) for unseen in context.unseen]
     if any(seen < want for seen, want in zip(context.session.lengths, wanted, strict=True)):
-        logger.info("The draft context starts at the new tokens: the cache was extended without the drafter.")
+        logger.warning_once("The draft context starts at the new tokens: the cache was extended without the drafter.")
         return None
     context.session.rollback(wanted)
     return context.session

@@ -26,7 +26,7 @@ from ..drafters.auto import AutoDrafter, drafting_device, find_family
 from ..drafters.base import BlockDrafter
 from .report import GenerationReport
 from .rounds import TreeDecoding
-from .support import UnsupportedRequestError, check_request, decoding_config
+from .support import UnsupportedRequestError, check_request, check_tokenizers, decoding_config
 
 logger = logging.get_logger(__name__)
 
@@ -131,6 +131,7 @@ def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[...
         if not _is_ours(drafter, generation_config):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         assert isinstance(drafter, BlockDrafter)
+        check_tokenizers(generation_mode_kwargs.get("tokenizer"), generation_mode_kwargs.get("assistant_tokenizer"))
         raises = decoding_config(drafter, generation_config).on_unsupported == "raise"
         # What may be decoded plainly is checked by our loop, which modes other than assisted generation pass by.
         if raises or generation_mode != GenerationMode.ASSISTED_GENERATION:
@@ -158,7 +159,7 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
                 assistant_model = AutoDrafter.from_pretrained(assistant_model)
         if not isinstance(assistant_model, BlockDrafter):
             return original(model, assistant_model, assistant_tokenizer)
-        return assistant_model.to(device=drafting_device(model)), None
+        return assistant_model.to(device=drafting_device(model)), assistant_tokenizer
 
     return load_assistant_model
 

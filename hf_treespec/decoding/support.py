@@ -20,6 +20,9 @@ _UNSET_ASSISTANT_TOKENS = 20
 #: Rotary embeddings whose frequencies follow the longest position of a forward.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+#: How many residual streams a target's layers pass on side by side, by the field that says so.
+_STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
+
 
 class UnsupportedRequestError(ValueError):
     """A request that a drafter cannot take part in."""
@@ -101,12 +104,35 @@ def check_request(
     drafter.check_target(target)
 
 
-def check_layers(text_config: PreTrainedConfig) -> None:
-    """Checks that every decoder layer's attention can verify a tree.
+def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
+    """Checks that no tokenizer but the target's was passed for the drafter.
 
     Raises:
-        UnsupportedRequestError: A layer's cannot.
+        ValueError: `assistant_tokenizer` has another vocabulary than `tokenizer`, or nothing to compare with.
     """
+    if assistant_tokenizer is None:
+        return
+    if tokenizer is not None and assistant_tokenizer.get_vocab() == tokenizer.get_vocab():
+        return
+    raise ValueError(
+        f"`assistant_tokenizer` ({type(assistant_tokenizer).__name__} of {len(assistant_tokenizer)} tokens) is not "
+        "the target's tokenizer. A drafter reads the target's hidden states and drafts the target's token ids, so it "
+        "can have no other: drop `assistant_tokenizer`, and take a drafter made for this target."
+    )
+
+
+def check_layers(text_config: PreTrainedConfig) -> None:
+    """Checks that every decoder layer's attention can verify a tree and its output is one state a position.
+
+    Raises:
+        UnsupportedRequestError: A layer's is not so.
+    """
+    for field in _STREAMS:
+        if (getattr(text_config, field, None) or 1) > 1:
+            raise UnsupportedRequestError(
+                f"A drafter reads one hidden state a position, and the layers of {text_config.model_type!r} pass on "
+                f"several side by side ({field}={getattr(text_config, field)}). Decode this target without a drafter."
+            )
     try:
         layer_kinds(text_config)
     except ValueError as error:

@@ -142,7 +142,9 @@ class TargetModules:
     def selects(self) -> bool:
         """Whether `logits_of` works: the head is a plain matrix, with nothing wrapped round it."""
         head = _alive(self._lm_head)
-        return type(head) is nn.Linear and head.weight.is_floating_point() and not hasattr(head, "_hf_hook")
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:  # quantised, sharded
+            return False
+        return head.weight.is_floating_point() and not hasattr(head, "_hf_hook")
 
     def logits_of(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[..., M, C]` of chosen tokens, long `[..., C]`, for states `[..., M, H]`; see `selects`."""

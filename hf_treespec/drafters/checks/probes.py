@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..base import TargetModules
@@ -54,6 +55,8 @@ def embedding_path(target: PreTrainedModel) -> EmbeddingPath | None:
     if not isinstance(layers, nn.ModuleList):
         return None
     weight = embedding.weight
+    if isinstance(weight, DTensor):  # one of several ranks, which has some of the rows
+        return None
     count = min(weight.shape[0], target.config.get_text_config().vocab_size)
     tokens = torch.linspace(1, count - 2, _ROWS, dtype=torch.long, device=weight.device)
 
