@@ -12,7 +12,7 @@ from drafters.flexdraft_models import Guide, guided, tiny_flexdraft
 from models import batch, build, hook_count, prompt, target
 from parity import GREEDY, SAMPLED, Inputs, Run, assert_same, run
 from rigged import rows_of
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_treespec.compat import CACHE_KEYWORD
 
@@ -118,6 +118,19 @@ def test_calls(mode: str, call: dict[str, Any]) -> None:
     guide = Guide(rows=rows_of(plain.sequences, inputs))
     view = guided(drafter_of("qwen3"), guide, flex_mode=mode)
     assert_same(plain, run(model, inputs, seed=3, assistant_model=view, **options), model, inputs, options, seed=3)
+    assert view.last_report.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+@pytest.mark.parametrize("layers", [2, 4], ids=["last layers", "all layers"])
+def test_a_cache_that_gets_its_layers_in_the_first_forward(layers: int, mode: str) -> None:
+    model, inputs = model_of("qwen3"), prompt(12, seed=3)
+    drafter = tiny_flexdraft(model, num_layers=layers)
+    options: dict[str, Any] = {"max_new_tokens": 12, **GREEDY}
+    plain = run(model, inputs, **options)
+    view = guided(drafter, Guide(rows=rows_of(plain.sequences, inputs)), flex_mode=mode)
+    assisted = run(model, inputs, assistant_model=view, **{CACHE_KEYWORD: DynamicCache()}, **options)
+    assert torch.equal(plain.sequences, assisted.sequences)
     assert view.last_report.acceptance_length > 1.5
 
 

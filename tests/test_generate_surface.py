@@ -19,7 +19,7 @@ import torch
 import transformers
 from models import BATCH_LENGTHS, PAD, VOCAB, batch, build, dflash, hook_count, prompt, target
 from parity import GREEDY, SAMPLED, Inputs, assert_same, compare, counting, eos_tokens, run, tokenizer
-from rigged import BLOCK, rigged, rows_of
+from rigged import BLOCK, rigged, rows_of, same_script
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -331,6 +331,22 @@ def test_streamer_puts(rows: int, mode: dict[str, Any]) -> None:
     plain, assisted = recording.made[:2]
     assert assisted.log == plain.log
     assert assisted.log[1][0] == (rows,)
+
+
+def test_nothing_is_streamed_before_all_rows_have_it() -> None:
+    """The row that stops last is far ahead of one that stopped before it, and goes on where nothing pads."""
+    inputs = batch((9, 9), seed=6)
+    free = run(model(), inputs, **GREEDY, max_new_tokens=NEW).sequences[:, 9:]
+    strings = [tokenizer().decode(free[0, :2]), tokenizer().decode(free[1, 7:9])]
+    options = {"max_new_tokens": NEW, "stop_strings": strings, "tokenizer": tokenizer(), **GREEDY}
+    streamers = Puts(), Puts()
+    plain = run(model(), inputs, streamer=streamers[0], **options)
+    assert plain.sequences.shape[1] == 9 + 9
+    rows = rows_of(plain.sequences, inputs)
+    drafter = rigged([[0] * len(rows[0]), rows[1]], "perfect")
+    same_script(drafter, strict=False)
+    run(model(), inputs, assistant_model=drafter.with_options(budget=8), streamer=streamers[1], **options)
+    assert streamers[1].log == streamers[0].log
 
 
 def test_text_streamer(capsys: pytest.CaptureFixture[str]) -> None:

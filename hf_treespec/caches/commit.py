@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,25 @@ def scratch_forward(cache: Any) -> Iterator[None]:
         yield
     finally:
         rows.in_tree = False
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """Makes our layers for a cache that gets them one by one, in its first forward."""
+
+    stock: Callable[[], Any]
+    role: LayerRole
+    rows: Rows
+
+    def __call__(self) -> TreeLayer:
+        return tree_layer(self.stock(), self.role, self.rows)
+
+
+def takes_trees(cache: Any) -> bool:
+    """Whether a cache holds our layers, or will once a forward has filled it."""
+    return isinstance(cache.layer_class_to_replicate, _Replicas) or any(
+        isinstance(layer, TreeLayer) for layer in cache.layers
+    )
 
 
 class TreeCache:
@@ -81,7 +101,7 @@ class TreeCache:
         stock_class = cache.layer_class_to_replicate
         if stock_class is not None:
             role = layer_role(stock_class(), len(layers))
-            cache.layer_class_to_replicate = lambda: tree_layer(stock_class(), role, rows)
+            cache.layer_class_to_replicate = _Replicas(stock_class, role, rows)
         tree_cache = cls(cache, rows)
         tree_cache._stock_class = stock_class
         cache.layers[:] = layers

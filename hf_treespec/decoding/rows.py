@@ -133,13 +133,15 @@ class Rows:
         """Shows the streamer every step that all rows have reached."""
         if self._streamer is None:
             return
-        steps = self.steps
-        if steps is None:
-            steps = min(
-                len(tokens)
-                for row, tokens in enumerate(self.tokens)
-                if not (self.stopping.pads and self._stopped_at[row] is not None)
-            )
+        reached = [
+            len(tokens)
+            for row, tokens in enumerate(self.tokens)
+            if not (self.stopping.pads and self._stopped_at[row] is not None)
+        ]
+        # Known while rows that do not become padding still generate up to it.
+        if self.steps is not None:
+            reached.append(self.steps)
+        steps = min(reached)
         for column in range(self.prompt_length + self._streamed, self.prompt_length + steps):
             self._streamer.put(self.sequences[:, column].cpu())
         self._streamed = max(self._streamed, steps)

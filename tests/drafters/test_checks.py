@@ -341,6 +341,22 @@ def test_c38_a_lost_scale_or_cap_is_measured(field: str, monkeypatch: pytest.Mon
     assert message in str(finding)
 
 
+@pytest.mark.parametrize(
+    ("field", "rule", "message"),
+    [
+        ("input_embedding_scale", checks.embeddings, "rows, × 3, the target's first layer 0.3333 times that"),
+        ("output_multiplier", checks.logits, "the target's logits are 0.3333 times the drafter's"),
+        ("final_logit_softcapping", checks.logits, "are capped or bent"),
+    ],
+)
+def test_a_scale_that_the_drafter_states_is_held_to_the_targets(field: str, rule: checks.Rule, message: str):
+    network = tiny_target()
+    (finding,) = rule(tiny_drafter(network, **{field: 3.0}), network)
+    assert finding.status is checks.Status.slow
+    assert message in str(finding)
+    assert f"Correct {field} in the drafter's config.json" in str(finding)
+
+
 def test_rows_of_an_embedding_with_a_norm_are_given_as_they_are(monkeypatch: pytest.MonkeyPatch):
     """Muse norms its embeddings for itself alone."""
     network = tiny_target()

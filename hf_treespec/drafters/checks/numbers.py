@@ -27,7 +27,7 @@ def embeddings(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Findi
     if target.get_input_embeddings().weight.is_meta:
         yield Finding(rule, Status.unchecked, "not checked without weights")
         return
-    path = probes.embedding_path(target)
+    path = probes.embedding_path(drafter, target)
     if path is None:
         yield Finding(rule, Status.unchecked, "what the first layer is given could not be measured")
         return
@@ -45,7 +45,8 @@ def embeddings(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Findi
             Status.slow,
             f"the drafter is given the embedding's rows{times}, the target's first layer {seen}",
             "drafters are trained with what the target is given",
-            f"{type(target).__name__} scales its embeddings in a way not known here; please report it.",
+            _correct(drafter, "input_embedding_scale")
+            or f"{type(target).__name__} scales its embeddings in a way not known here; please report it.",
         )
 
 
@@ -57,7 +58,7 @@ def logits(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
         return
     if target.get_output_embeddings() is None:
         return
-    pair = probes.logits_behind_head(target)
+    pair = probes.logits_behind_head(drafter, target)
     if pair is None:
         yield Finding(rule, Status.unchecked, "what comes behind the head could not be measured")
         return
@@ -72,10 +73,21 @@ def logits(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
         Status.slow,
         f"the target's logits {found}",
         "drafts are scored as the target scores",
-        "Please report it."
-        if lost is None or lost <= 0
-        else f"drafter.with_options(drafter_temperature={1 / lost:.4g}) makes up for it.",
+        _correct(drafter, "output_multiplier", "final_logit_softcapping")
+        or (
+            "Please report it."
+            if lost is None or lost <= 0
+            else f"drafter.with_options(drafter_temperature={1 / lost:.4g}) makes up for it."
+        ),
     )
+
+
+def _correct(drafter: BlockDrafter, *fields: str) -> str:
+    """What to do where the drafter's own configuration states the scale; empty where it does not."""
+    stated = [name for name in fields if getattr(drafter.config, name, None) is not None]
+    if not stated:
+        return ""
+    return f"Correct {' and '.join(stated)} in the drafter's config.json, unless it was trained so."
 
 
 def finite(drafter: PreTrainedModel) -> Iterator[Finding]:

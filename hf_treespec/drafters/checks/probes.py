@@ -1,4 +1,4 @@
-"""What a target does round its embedding and its head, measured on a few rows.
+"""What a target does round its embedding and its head, and what a drafter that borrows them does; on a few rows.
 
 Families scale embeddings inside their embedding module or behind it, multiply logits, cap them. Measuring says what a
 drafter has to be given whatever the family calls it, without a forward of the decoder layers and without a pass over
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..base import TargetModules
+from ..base import BlockDrafter
 
 _ROWS = 4
 #: Logits that the head's stand-in computes, and their size: where soft caps bend.
@@ -48,7 +48,7 @@ class EmbeddingPath:
 
 
 @torch.no_grad()
-def embedding_path(target: PreTrainedModel) -> EmbeddingPath | None:
+def embedding_path(drafter: BlockDrafter, target: PreTrainedModel) -> EmbeddingPath | None:
     """Follows a few tokens through the embedding; None where the target cannot be stopped at its first layer."""
     decoder, embedding = target.get_decoder(), target.get_input_embeddings()
     layers = getattr(decoder, "layers", None)
@@ -77,7 +77,7 @@ def embedding_path(target: PreTrainedModel) -> EmbeddingPath | None:
     finally:
         _ARMED.reset(token)
         handle.remove()
-    given = TargetModules(target).embed(tokens, weight.dtype if weight.is_floating_point() else seen.dtype)
+    given = drafter.borrow(target).embed(tokens, weight.dtype if weight.is_floating_point() else seen.dtype)
     return EmbeddingPath(*(rows.float().cpu() for rows in (weight[tokens], given, seen)))
 
 
@@ -103,7 +103,7 @@ class _StandIn(nn.Module):
 
 
 @torch.no_grad()
-def logits_behind_head(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor] | None:
+def logits_behind_head(drafter: BlockDrafter, target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What the target makes of random hidden states, and what a drafter makes of them, each `[1, T, 8]`.
 
     Runs the target's own forward with stand-ins for its base model and its head, whose weights are random: it works on
@@ -127,7 +127,7 @@ def logits_behind_head(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Ten
         wanted = output.logits.float()
     except Exception:  # as above
         return None
-    given = TargetModules(target).scaled(matrix(hidden))
+    given = drafter.borrow(target).scaled(matrix(hidden))
     return (wanted, given) if wanted.shape == given.shape else None
 
 

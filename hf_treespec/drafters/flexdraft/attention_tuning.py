@@ -27,7 +27,7 @@ from transformers import Cache, PreTrainedModel
 
 from ...attention.interface import ARMED, TreeAttention
 from ...attention.masks import LayerKind, layer_kinds
-from ...caches import TreeLayer
+from ...caches import TreeLayer, takes_trees
 from .layout import attention_of, decoder_of, is_linear, projections_of
 from .mask_rows import MaskRows, Ride, RopeCall
 
@@ -359,7 +359,7 @@ class AttentionTuning:
     def _note_call(self, index: int, kwargs: dict[str, Any]) -> None:
         """Notes how the decoder calls a layer, in forwards over a cache of ours."""
         name, cache = _cache_among(kwargs)
-        if cache is None or not isinstance(cache.layers[self._first + index], TreeLayer):
+        if cache is None or not takes_trees(cache):
             return
         if index and index in self._layer_calls:
             return
