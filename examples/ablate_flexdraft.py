@@ -1,4 +1,4 @@
-"""What the parts of a FlexDraft drafter are worth on the embedded target: calibration, selective verification, layers.
+r"""What the parts of a FlexDraft drafter are worth on the embedded target: calibration, pruning, layers.
 
     python examples/ablate_flexdraft.py --drafter embedded:flexdraft --held-out build/flexdraft/continuations_held_out
     python examples/ablate_flexdraft.py --work build/ablation --layers 2,4,6,8 \
@@ -27,7 +27,7 @@ from hf_treespec.evaluation.loading import load_drafter
 from hf_treespec.evaluation.measurement import pool
 from hf_treespec.training.acceptance import acceptance_lengths
 from hf_treespec.training.continuations import load_continuations
-from hf_treespec.training.flexdraft import initialise_mask_embedding, train_flexdraft
+from hf_treespec.training.flexdraft import initialise_from_text, train_flexdraft
 
 SEED = 0
 PROMPT_LENGTH, NEW_TOKENS = 128, 128
@@ -108,7 +108,7 @@ def layers(
         if not done.exists():
             torch.manual_seed(SEED)
             drafter = FlexDraftDrafter.from_target(target, count, block_size=8, calibration_rank=256).float()
-            initialise_mask_embedding(drafter, target, written[:8])
+            initialise_from_text(drafter, target, written[:8])
             metrics = train_flexdraft(
                 drafter,
                 target,

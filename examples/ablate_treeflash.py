@@ -1,4 +1,4 @@
-"""What each choice in a TreeFlash head is worth: short equal training runs, and one table.
+r"""What each choice in a TreeFlash head is worth: short equal training runs, and one table.
 
     python examples/ablate_treeflash.py --work build/ablation --continuations build/treeflash/continuations_train \
         --held-out build/treeflash/continuations_held_out

@@ -19,7 +19,7 @@ from train_treeflash import PROMPT_LENGTH, SEED, TEMPERATURE, texts
 from hf_treespec import embedded
 from hf_treespec.drafters.flexdraft import FlexDraftDrafter
 from hf_treespec.training.continuations import load_continuations
-from hf_treespec.training.flexdraft import initialise_mask_embedding, train_flexdraft
+from hf_treespec.training.flexdraft import initialise_from_text, train_flexdraft
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
         held_out = texts(target, tokenizer, "held_out", count, work / "continuations_held_out")
     torch.manual_seed(SEED)
     drafter = FlexDraftDrafter.from_target(target, arguments.layers, block_size=8, calibration_rank=256).float()
-    initialise_mask_embedding(drafter, target, written[:8])
+    initialise_from_text(drafter, target, written[:8])
     metrics = train_flexdraft(
         drafter,
         target,

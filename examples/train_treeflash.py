@@ -1,4 +1,4 @@
-"""Trains the TreeFlash head that comes in the package, on top of the embedded DFlash drafter.
+r"""Trains the TreeFlash head that comes in the package, on top of the embedded DFlash drafter.
 
     python examples/train_treeflash.py --work build/treeflash
     python examples/train_treeflash.py --work build/treeflash --continuations build/embedded/continuations_train \

@@ -28,7 +28,6 @@ app = typer.Typer(
 )
 train_app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
-app.command("publish")(publish)
 
 
 class Shape(StrEnum):
@@ -788,6 +787,9 @@ def _token(tokenizer: PreTrainedTokenizerBase, token: int | None) -> str:
     from rich.markup import escape
 
     return "has ended" if token is None else f"{token} {escape(repr(tokenizer.decode([token])))}"
+
+
+app.command("publish")(publish)
 
 
 def main() -> None:

@@ -14,8 +14,9 @@ SHAPES = ("auto", "tree", "chain")
 class TreeSpecConfig:
     """Options of tree-speculative decoding.
 
-    Where the same option is given twice, `GenerationConfig(treespec=…)` wins over the drafter's own
-    `treespec_config`. Nothing here changes which tokens come out, only how fast they do.
+    `GenerationConfig(treespec=…)` goes before the drafter's own `treespec_config`, with all its options where it is a
+    config and with those it names where it is a dict. Nothing here changes which tokens come out, only how fast they
+    do.
 
     A generation config is printed and saved with these options. Read back it holds them as a dict, which is as good.
 
@@ -43,22 +44,17 @@ class TreeSpecConfig:
     on_unsupported: Literal["raise", "plain"] = "raise"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.budget, int) and not isinstance(self.budget, bool) and self.budget >= 1
-        if not number and self.budget not in POLICIES:
+        if not _is_count(self.budget) and self.budget not in POLICIES:
             raise ValueError(
                 "`budget` must be 'auto', another policy ('static', 'ema', 'bastion') or an integer >= 1, the rows "
                 f"verified with the root; got {self.budget!r}."
             )
-        if self.max_budget is not None and self.max_budget < 1:
-            raise ValueError(f"`max_budget` must be None or at least 1, got {self.max_budget!r}.")
+        for name in ("max_budget", "depth", "draft_window"):
+            check_count(name, getattr(self, name))
         if self.shape not in SHAPES:
             raise ValueError(f"`shape` must be 'auto', 'tree' or 'chain', got {self.shape!r}.")
-        if self.depth is not None and self.depth < 1:
-            raise ValueError(f"`depth` must be None or at least 1, got {self.depth!r}.")
         if not self.drafter_temperature > 0:
             raise ValueError(f"`drafter_temperature` must be above 0, got {self.drafter_temperature!r}.")
-        if self.draft_window is not None and self.draft_window < 1:
-            raise ValueError(f"`draft_window` must be None or at least 1, got {self.draft_window!r}.")
         if self.on_unsupported not in ("raise", "plain"):
             raise ValueError(f"`on_unsupported` must be 'raise' or 'plain', got {self.on_unsupported!r}.")
 
@@ -78,16 +74,29 @@ class TreeSpecConfig:
         """Every option, JSON-serialisable; a `GenerationConfig` prints and saves it."""
         return asdict(self)
 
-    @classmethod
-    def from_value(cls, value: TreeSpecConfig | Mapping[str, Any]) -> TreeSpecConfig:
-        """Options as a config or as a dict, such as a saved generation config holds.
+    def overlaid(self, value: TreeSpecConfig | Mapping[str, Any]) -> TreeSpecConfig:
+        """These options with others over them: all those of a config, or those that a dict names.
 
         Raises:
-            TypeError: It is neither, or names an option that does not exist.
+            TypeError: It is neither, or names an option that these do not have.
             ValueError: An option has a value that it cannot have.
         """
         if isinstance(value, TreeSpecConfig):
-            return value
+            return self.with_options(**{field.name: getattr(value, field.name) for field in fields(value)})
         if isinstance(value, Mapping):
-            return cls().with_options(**value)
+            return self.with_options(**value)
         raise TypeError(f"`treespec` takes a TreeSpecConfig or a dict of its options, got {type(value).__name__}.")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_count(name: str, value: object) -> None:
+    """Checks an option that is a number of things, or None.
+
+    Raises:
+        ValueError: It is no integer of at least 1.
+    """
+    if value is not None and not _is_count(value):
+        raise ValueError(f"`{name}` must be None or an integer of at least 1, got {value!r}.")

@@ -2,7 +2,8 @@
 
 Three functions of transformers are wrapped, on the class and the module, so that every model and pipeline sees them.
 The wrappers act only when the assistant is a `BlockDrafter`, and step aside when the generation config asks for
-transformers' own DFlash loop (`speculation_type="dflash"`). Besides, `generate` refuses the mere name of an assistant.
+transformers' own DFlash loop (`speculation_type="dflash"`). Besides, `generate` takes the option `treespec` like
+those that every generation config has, and refuses the mere name of an assistant.
 """
 
 from __future__ import annotations
@@ -209,6 +210,8 @@ def install() -> None:
         wrapper = wrap(function)
         _installed[owner, name] = (wrapper, function)
         setattr(owner, name, wrapper)
+    # `generate` takes as keywords what a generation config has: so does `treespec` become one.
+    GenerationConfig.treespec = None
     interface.install()
 
 
@@ -223,4 +226,6 @@ def uninstall() -> None:
             raise RuntimeError(f"`{name}` has been wrapped by another library since; take that wrapper off first.")
         setattr(owner, name, function)
         del _installed[owner, name]
+    if "treespec" in vars(GenerationConfig):
+        del GenerationConfig.treespec
     interface.uninstall()

@@ -29,13 +29,14 @@ class UnsupportedRequestError(ValueError):
 
 
 def decoding_config(drafter: BlockDrafter, generation_config: GenerationConfig) -> TreeSpecConfig:
-    """The options of one call: the generation config's, else the drafter's, else the defaults.
+    """The options of one call: the generation config's over the drafter's over the defaults.
 
     Raises:
-        TypeError: The generation config's are no options.
+        TypeError: The generation config's are no options, or none of this drafter's family.
     """
-    found = getattr(generation_config, "treespec", None) or drafter.treespec_config or TreeSpecConfig()
-    config = TreeSpecConfig.from_value(found)
+    config, found = drafter.treespec_config or TreeSpecConfig(), getattr(generation_config, "treespec", None)
+    if found is not None:
+        config = config.overlaid(found)
     depth = generation_config.num_assistant_tokens
     given = depth and depth != _UNSET_ASSISTANT_TOKENS
     return config.with_options(depth=depth) if given and config.depth is None else config

@@ -6,8 +6,10 @@ A family is a subpackage of `hf_treespec.drafters` that calls `register` when it
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -15,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..configuration import TreeSpecConfig
 from ..sources import ModelFiles, find_source
 from .base import BlockDrafter
 from .checkpoint import Checkpoint
@@ -102,6 +105,7 @@ class AutoDrafter:
                 cannot be asked (huggingface_hub's `LocalEntryNotFoundError`).
             HfHubHTTPError: The Hub refuses: `GatedRepoError`, `RepositoryNotFoundError`, `RevisionNotFoundError`.
             CheckpointError: The checkpoint is malformed, or not one that may be opened.
+            TypeError: An argument is of another function.
             ValueError: No family recognises it, or it does not fit the target.
         """
         if kwargs.pop("trust_remote_code", None):
@@ -109,6 +113,18 @@ class AutoDrafter:
                 "trust_remote_code=True was passed, but AutoDrafter runs no code from a repository: each dialect it "
                 f"loads is implemented in this package ({_known_families()}). Leave it out."
             )
+        if isinstance(target, (str, os.PathLike)):
+            raise TypeError(
+                f"`target` is a loaded model, to check the drafter against, got {target!r}; load it, or leave it out."
+            )
+        options = sorted(kwargs.keys() & {field.name for field in fields(TreeSpecConfig)})
+        if options:
+            raise TypeError(
+                f"{', '.join(options)}: options of decoding are not part of a checkpoint. Set them on the drafter: "
+                f"`drafter.with_options({options[0]}={kwargs[options[0]]!r})`."
+            )
+        if "device" in kwargs:
+            raise TypeError(f"device={kwargs['device']!r}: use `device_map`, or `.to()` on the drafter.")
         source = find_source(id_or_path)
         files = ModelFiles(
             source,

@@ -17,9 +17,12 @@ def path(name: str) -> Path:
     """Folder of an embedded model: `"target"`, or a drafter family.
 
     Raises:
-        FileNotFoundError: The installation lacks it.
+        FileNotFoundError: There is none of that name, or the installation lacks it.
     """
     folder = _FOLDER / name
+    if not folder.is_dir() or name.startswith("_"):
+        known = sorted(entry.parent.name for entry in _FOLDER.glob("*/config.json"))
+        raise FileNotFoundError(f"There is no embedded model `{name}`; there are {', '.join(known)}.")
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(
             f"The embedded model `{name}` is not in this installation (no weights in {folder}). Reinstall "

@@ -26,18 +26,19 @@ def load_pair(
         device: By default the GPU where there is one.
 
     Raises:
-        FileNotFoundError: A path leads nowhere.
-        ValueError: Only one of the two is embedded.
+        FileNotFoundError: A path leads nowhere, or there is no such embedded model.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     name, _, family = drafter.partition(":")
-    if (target == _EMBEDDED) != (name == _EMBEDDED):
-        raise ValueError(f"The embedded models belong together, got target {target!r} with drafter {drafter!r}.")
-    if target == _EMBEDDED:
+    if target == name == _EMBEDDED:
         return embedded.load(dtype, device, family=family or "dflash")
-    target = find_source(target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype or "auto").to(device)
-    return model, load_drafter(drafter, dtype=dtype, device=device), AutoTokenizer.from_pretrained(target)
+    if target == _EMBEDDED:
+        source, dtype = str(embedded.path("target")), dtype or torch.float32
+    else:
+        source = find_source(target)
+    assistant = load_drafter(drafter, dtype=dtype, device=device)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").to(device)
+    return model, assistant, AutoTokenizer.from_pretrained(source)
 
 
 def load_drafter(drafter: str, *, dtype: torch.dtype | None = None, device: str | None = None) -> BlockDrafter:

@@ -28,12 +28,12 @@ from .card import write_card, write_log
 from .checkpoints import last_checkpoint
 from .continuations import write_continuations
 from .dflash import initialise_from_target, train_dflash
-from .flexdraft import PARTS, initialise_mask_embedding, train_flexdraft
+from .flexdraft import PARTS, initialise_from_text, train_flexdraft
 from .streams import PromptStream, documents, prompt_stream
 from .treeflash import train_treeflash
 
 _EMBEDDED = "embedded"
-#: Texts from which the first mask embedding is averaged.
+#: Texts that a fresh FlexDraft drafter's scales are fitted to.
 _SAMPLE = 8
 _HELD_OUT_SHARE = 0.05
 
@@ -163,7 +163,7 @@ def run_flexdraft(
     drafter.check_target(target)
     written, held_out = gather(job, target, tokenizer)
     if init is None:
-        initialise_mask_embedding(drafter, target, written[:_SAMPLE])
+        initialise_from_text(drafter, target, written[:_SAMPLE])
     options: dict[str, Any] = {"calibration_steps": calibration_steps, **job.options}
     metrics = train_flexdraft(drafter, target, written, held_out, job.output / "run", **options)
     finish(job, "flexdraft", drafter, written, held_out, metrics, options, init=init)

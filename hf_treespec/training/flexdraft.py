@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.flexdraft import FlexDraftDrafter, packed_blocks
@@ -108,6 +110,7 @@ def train_flexdraft(
     temperature: float = 1.0,
     gamma: Gamma = "paper",
     calibration_steps: int | None = None,
+    calibration_learning_rate: float = 3e-3,
     **run: Any,
 ) -> dict[str, float]:
     """Trains `drafter`, such as `FlexDraftDrafter.from_target` makes one, in place: attention, then calibration.
@@ -122,6 +125,8 @@ def train_flexdraft(
         gamma: Decay of the weights along a block, as DFlash has it; None = none.
         calibration_steps: Steps of the calibration; None = a quarter of `max_steps`. A drafter without a calibration
             trains its attention alone.
+        calibration_learning_rate: Its peak, by AdamW whatever trains the attention: the calibration's few tensors take
+            larger steps than a whole model.
         run: Fields of `RunSettings`; `prompt_length` is required.
 
     Returns:
@@ -139,7 +144,9 @@ def train_flexdraft(
             if part == "calibration":
                 metrics = {name.replace("eval_", "eval_attention_"): value for name, value in metrics.items()}
                 steps = calibration_steps or max(1, settings.max_steps // 4)
-                settings = RunSettings(**{**run, "max_steps": steps})
+                settings = replace(
+                    settings, max_steps=steps, optimizer="adamw", learning_rate=calibration_learning_rate
+                )
             objective = FlexDraftObjective(drafter, target, part=part, **options)
             found = distill(objective, sequences, held_out, Path(output_dir) / part, settings)
             metrics = {**metrics, **found}
@@ -151,26 +158,36 @@ def train_flexdraft(
 
 
 @torch.no_grad()
-def initialise_mask_embedding(drafter: FlexDraftDrafter, target: PreTrainedModel, sequences: np.ndarray) -> None:
-    """Lets mask rows enter as the average of what enters the split layer on some text.
+def initialise_from_text(drafter: FlexDraftDrafter, target: PreTrainedModel, sequences: np.ndarray) -> None:
+    """Fits a fresh drafter's scales to the states that the target has on some text.
 
-    The mean token embedding that a fresh drafter has lies far from the states of a middle layer, whose norm is many
-    times larger, and is slow to move there.
+    Mask rows enter as the average of what enters the split layer: the mean token embedding of `from_target` lies far
+    from the states of a middle layer, which are many times larger, and is slow to move there. The calibration's
+    weights of the bonus token are raised until its embedding counts as much as the states beside it, which the final
+    norm makes many times larger.
 
     Args:
         sequences: Token ids without padding, `[n, L]`; few are enough.
     """
+    tokens = torch.from_numpy(sequences.astype(np.int64)).to(target.device)
     entering: list[torch.Tensor] = []
     layer = decoder_of(target)[1][drafter.config.split_layer]
     handle = layer.register_forward_pre_hook(
         lambda module, args, kwargs: entering.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )
     try:
-        target.get_decoder()(torch.from_numpy(sequences.astype(np.int64)).to(target.device), use_cache=False)
+        final = target.get_decoder()(tokens, use_cache=False).last_hidden_state
     finally:
         handle.remove()
     # The first token's state is an attention sink in most models and unlike all others.
     drafter.mask_embedding.copy_(entering[0][:, 1:].float().mean((0, 1)))
+    calibration = drafter.anchor_bias_mlp
+    if calibration is not None:
+        embedded = drafter.borrow(target).embed(tokens, torch.float32)
+        ratio = (final[:, 1:].float().square().mean() / embedded.square().mean()).sqrt()
+        first = calibration[0]
+        assert isinstance(first, nn.Linear)
+        first.weight[:, : calibration.hidden_size] *= ratio
 
 
 def fingerprint(model: PreTrainedModel) -> str:

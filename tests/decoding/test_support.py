@@ -21,6 +21,7 @@ import hf_treespec
 from hf_treespec import TreeSpecConfig
 from hf_treespec.decoding import UnsupportedRequestError, integration
 from hf_treespec.decoding.support import decoding_config
+from hf_treespec.drafters.flexdraft import FlexDraftOptions
 
 
 def rope(kind: str) -> dict[str, Any]:
@@ -91,6 +92,36 @@ def test_an_unset_number_of_assistant_tokens_limits_nothing() -> None:
     config.treespec = 4
     with pytest.raises(TypeError, match="takes a TreeSpecConfig or a dict of its options, got int"):
         decoding_config(dflash("qwen3"), config)
+
+
+def test_options_of_a_call_are_laid_over_the_drafters() -> None:
+    drafter = dflash("qwen3").with_options(budget=9, shape="chain")
+    config = GenerationConfig(max_new_tokens=4)
+    config.treespec = {"budget": 4}
+    assert decoding_config(drafter, config) == TreeSpecConfig(budget=4, shape="chain")
+    config.treespec = TreeSpecConfig(budget=4)
+    assert decoding_config(drafter, config) == TreeSpecConfig(budget=4)
+    config.treespec = FlexDraftOptions(budget=4)
+    with pytest.raises(TypeError, match=r"Unknown option.*flex_mode"):
+        decoding_config(drafter, config)
+
+
+def test_options_are_a_keyword_of_generate() -> None:
+    drafter = dflash("qwen3").with_options()
+    run(target("qwen3"), prompt(), assistant_model=drafter, treespec={"budget": 3}, do_sample=False, max_new_tokens=8)
+    assert set(drafter.last_report.nodes_history) <= {1, 2, 3}
+    hf_treespec.uninstall()
+    try:
+        assert not hasattr(GenerationConfig(), "treespec")
+    finally:
+        hf_treespec.install()
+
+
+@pytest.mark.parametrize("options", [{"depth": 2.5}, {"max_budget": "8"}, {"draft_window": 0}, {"depth": True}])
+def test_numbers_of_things_are_integers(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"`{name}` must be None or an integer of at least 1, got {value!r}"):
+        TreeSpecConfig(**options)
 
 
 def test_options_are_printed_and_saved_with_a_generation_config(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from models import LAYERS, VOCAB, build, prompt, target
 from parity import GREEDY, run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
 
+from hf_treespec.decoding.support import decoding_config
 from hf_treespec.drafters import AutoDrafter, find_family
-from hf_treespec.drafters.flexdraft import FlexDraftConfig, FlexDraftDrafter
+from hf_treespec.drafters.flexdraft import FlexDraftConfig, FlexDraftDrafter, FlexDraftOptions
 from hf_treespec.drafters.flexdraft.layout import attention_of, decoder_of, projections_of
 from hf_treespec.evaluation.inspection import inspect_drafter, run_inspect
 
@@ -198,6 +199,14 @@ def test_options_belong_to_views() -> None:
         drafter.with_options(flex_mode="both")
     with pytest.raises(ValueError, match="flex_group_score"):
         drafter.with_options(flex_group_score=1.0)
+    with pytest.raises(ValueError, match="flex_groups"):
+        drafter.with_options(flex_groups=1.5)
+
+
+def test_options_come_back_from_a_saved_generation_config(tmp_path: Path) -> None:
+    GenerationConfig(treespec=FlexDraftOptions(flex_mode="sequential", budget=4)).save_pretrained(tmp_path)
+    found = decoding_config(tiny_flexdraft(target("qwen3")), GenerationConfig.from_pretrained(tmp_path))
+    assert found == FlexDraftOptions(flex_mode="sequential", budget=4)
 
 
 def test_inspection_tells_where_it_drafts_and_whether_it_fits(tmp_path: Path) -> None:

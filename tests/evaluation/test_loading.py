@@ -50,10 +50,18 @@ def test_embedded_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch, drafter
     assert embedded.load(torch.bfloat16)[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("names", [("embedded", "some/drafter"), ("some/target", "embedded:dflash")])
-def test_embedded_models_belong_together(names: tuple[str, str]):
-    with pytest.raises(ValueError, match="belong together"):
-        load_pair(*names)
+@pytest.mark.parametrize("named", ["target", "drafter"])
+def test_embedded_models_go_with_others_too(folder: Path, monkeypatch: pytest.MonkeyPatch, named: str):
+    monkeypatch.setattr(embedded, "_FOLDER", folder)
+    names = {"target": str(folder / "target"), "drafter": str(folder / "dflash"), named: "embedded"}
+    target, drafter, _ = load_pair(**names, device="cpu")
+    drafter.check_target(target)
+
+
+def test_an_embedded_model_that_there_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded, "_FOLDER", folder)
+    with pytest.raises(FileNotFoundError, match="no embedded model `treflash`; there are dflash, target"):
+        load_pair("embedded", "embedded:treflash")
 
 
 @pytest.mark.parametrize("name", ["./no/such/folder", "~/no-such-folder", "/no-such-folder", "no/such/folder"])
@@ -75,5 +83,7 @@ def test_a_source_is_a_folder_or_a_hub_id(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_missing_family_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(embedded, "_FOLDER", folder)
+    (folder / "flexdraft").mkdir()
     with pytest.raises(FileNotFoundError, match="`flexdraft` is not in this installation"):
         load_pair("embedded", "embedded:flexdraft")
+    (folder / "flexdraft").rmdir()

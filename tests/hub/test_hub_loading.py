@@ -193,6 +193,15 @@ def test_remote_code_is_refused(repository: Repository):
     assert load(trust_remote_code=False)
 
 
+def test_arguments_of_other_functions_are_refused(repository: Repository):
+    with pytest.raises(TypeError, match=r"drafter\.with_options\(budget=8\)"):
+        load(budget=8)
+    with pytest.raises(TypeError, match="use `device_map`"):
+        load(device="cpu")
+    with pytest.raises(TypeError, match=r"`target` is a loaded model.*got 'some/target'"):
+        load(target="some/target")
+
+
 def test_weights_of_what_is_no_drafter_are_not_fetched(hub: LoopbackHub, tmp_path: Path):
     TARGET.save_pretrained(tmp_path / "target")
     hub.create_from("acme/target", tmp_path / "target")

@@ -21,7 +21,7 @@ from hf_treespec.training.continuations import sample_continuations
 from hf_treespec.training.flexdraft import (
     FlexDraftObjective,
     fingerprint,
-    initialise_mask_embedding,
+    initialise_from_text,
     train_flexdraft,
 )
 from hf_treespec.training.lattices import lattices_along
@@ -178,10 +178,14 @@ def test_a_drafter_without_calibration_has_none_to_train() -> None:
         FlexDraftObjective(drafter, target("qwen3"), part="calibration")
 
 
-def test_mask_rows_start_as_the_average_state_that_enters_the_split_layer() -> None:
+def test_a_fresh_drafter_takes_its_scales_from_text() -> None:
     drafter, model, written = fresh_drafter(), target("qwen3"), texts(3)
+    bonus, hidden = drafter.anchor_bias_mlp[0].weight.detach().clone().chunk(2, 1)
     hooks = hook_count(model)
-    initialise_mask_embedding(drafter, model, written.numpy())
+    initialise_from_text(drafter, model, written.numpy())
     assert hook_count(model) == hooks
-    states = model(written, output_hidden_states=True).hidden_states[drafter.config.split_layer]
-    assert torch.allclose(drafter.mask_embedding, states[:, 1:].mean((0, 1)), atol=1e-6)
+    states = model(written, output_hidden_states=True).hidden_states
+    entering = states[drafter.config.split_layer]
+    assert torch.allclose(drafter.mask_embedding, entering[:, 1:].mean((0, 1)), atol=1e-6)
+    ratio = states[-1][:, 1:].square().mean().sqrt() / states[0].square().mean().sqrt()
+    assert torch.allclose(drafter.anchor_bias_mlp[0].weight, torch.cat([bonus * ratio, hidden], 1), rtol=1e-4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...configuration import TreeSpecConfig
+from ...configuration import TreeSpecConfig, check_count
 
 MODES = ("auto", "batch", "parallel", "sequential")
 VARIANTS = ("joint", "twice")
@@ -42,8 +42,8 @@ class FlexDraftOptions(TreeSpecConfig):
             raise ValueError(f"`flex_mode` must be one of {', '.join(MODES)}, got {self.flex_mode!r}.")
         if self.flex_variant not in VARIANTS:
             raise ValueError(f"`flex_variant` must be one of {', '.join(VARIANTS)}, got {self.flex_variant!r}.")
-        if self.flex_groups is not None and self.flex_groups < 1:
-            raise ValueError(f"`flex_groups` must be None or at least 1, got {self.flex_groups!r}.")
+        check_count("flex_groups", self.flex_groups)
+        check_count("flex_parallel_batch", self.flex_parallel_batch)
         for name in ("flex_group_score", "flex_verify_score"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"`{name}` is a path score of at least 0 and below 1, got {getattr(self, name)!r}.")
