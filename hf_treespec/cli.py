@@ -68,7 +68,10 @@ class Optimizer(StrEnum):
 
 
 TargetArgument = Annotated[str, typer.Argument(help="Target model: Hub id, path, or `embedded`.")]
-DrafterArgument = Annotated[str, typer.Argument(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")]
+DrafterArgument = Annotated[
+    str,
+    typer.Argument(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`."),
+]
 
 
 def _budget(value: str | int) -> str | int:
@@ -182,9 +185,9 @@ def demo(
     show: Annotated[int, typer.Option(min=0, help="Prompts whose text is streamed before the timing.")] = 2,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; no more than there are cores.")] = 2,
     seed: SeedOption = 0,
-    family: Annotated[str, typer.Option("--drafter", help="Which drafter of the package: dflash or treeflash.")] = (
-        "dflash"
-    ),
+    family: Annotated[
+        str, typer.Option("--drafter", help="Which drafter of the package: dflash, treeflash or flexdraft.")
+    ] = ("dflash"),
 ) -> None:
     """Write Python with the models in the package: the same tokens as plain decoding, and how much faster.
 
@@ -334,9 +337,10 @@ def verify(
 @app.command()
 def bench(
     target: Annotated[str, typer.Option(help="Target model: Hub id, path, or `embedded`.")] = "embedded",
-    drafter: Annotated[str, typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")] = (
-        "embedded"
-    ),
+    drafter: Annotated[
+        str,
+        typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`."),
+    ] = ("embedded"),
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -444,9 +448,10 @@ def bench(
 @app.command()
 def calibrate(
     target: Annotated[str, typer.Option(help="Target model: Hub id, path, or `embedded`.")] = "embedded",
-    drafter: Annotated[str, typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")] = (
-        "embedded"
-    ),
+    drafter: Annotated[
+        str,
+        typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`."),
+    ] = ("embedded"),
     contexts: Annotated[str, typer.Option(help="Cached columns to check predictions at, by comma.")] = "64,512",
     rounds: Annotated[
         int, typer.Option(min=3, help="Calls to measure of each number of rows; their median counts.")

@@ -14,9 +14,14 @@ def last_checkpoint(folder: str | Path) -> str | None:
     """
     found = sorted(
         (path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()),
-        key=lambda path: int(path.name.removeprefix("checkpoint-")),
+        key=steps_of,
     )
     return next((str(path) for path in reversed(found) if _is_complete(path)), None)
+
+
+def steps_of(checkpoint: str | Path) -> int:
+    """Steps that a run had taken when it wrote a `checkpoint-N`."""
+    return int(Path(checkpoint).name.removeprefix("checkpoint-"))
 
 
 def _is_complete(checkpoint: Path) -> bool:

@@ -13,16 +13,18 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors.torch import load_model
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerControl, TrainingArguments
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..drafters.base import BlockDrafter, TargetModules
 from ..drafters.dflash import DFlashDrafter
 from .acceptance import acceptance_lengths
 from .agreement import depth_agreement
 from .blocks import draft_blocks, sample_anchors
-from .checkpoints import last_checkpoint
+from .checkpoints import last_checkpoint, steps_of
 from .losses import distillation_loss
 from .meter import Meter
 from .muon import MuonWithAdamW
@@ -286,6 +288,10 @@ def distill(
     resumed = last_checkpoint(output_dir)
     meter = Meter(arguments.device, resumed)
     trainer.add_callback(meter)
-    trainer.train(resume_from_checkpoint=resumed)
+    if resumed is not None and steps_of(resumed) >= settings.max_steps:
+        # Nothing is left to do, and the Trainer would do one step more.
+        load_model(objective, Path(resumed) / SAFE_WEIGHTS_NAME)
+    else:
+        trainer.train(resume_from_checkpoint=resumed)
     tokens_a_step = settings.batch_size * settings.accumulate * arguments.world_size * sequences.shape[1]
     return {**trainer.evaluate(TokenSequences(held_out)), **meter.figures(tokens_a_step)}

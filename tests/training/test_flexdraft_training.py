@@ -113,6 +113,15 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert not changed(resumed, weights(whole))
 
 
+def test_a_finished_run_is_not_trained_on(tmp_path: Path) -> None:
+    first, again = fresh_drafter(), fresh_drafter()
+    # Within an epoch, whose next batch a resumed run would take.
+    figures = [train(drafter, tmp_path, max_steps=3, calibration_steps=3) for drafter in (first, again)]
+    assert not changed(again, weights(first))
+    assert figures[0]["eval_tau_chain"] == figures[1]["eval_tau_chain"]
+    assert str(last_checkpoint(tmp_path / "attention")).endswith("checkpoint-3")
+
+
 def test_measured_drafts_are_what_decoding_drafts() -> None:
     model, tokens = target("qwen3"), texts(2)
     drafter = tiny_flexdraft(model)
