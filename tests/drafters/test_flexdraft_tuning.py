@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 import hf_treespec  # noqa: F401  (teaches generate() about drafters)
 from hf_treespec.drafters.flexdraft import FlexDraftDrafter
+from hf_treespec.drafters.flexdraft.mask_rows import MaskRows
 
 FAMILIES = ("qwen3", "qwen3_sliding", "llama", "mistral", "gemma3", "phi3", "qwen3_moe", "gpt_oss")
 ROWS = (5, 13, 9)
@@ -156,6 +157,24 @@ def test_verified_rows_are_left_alone(family: str, variant: str) -> None:
         assert one.get_seq_length() == other.get_seq_length()
         for stored, expected in ((other.keys, one.keys), (other.values, one.values)):
             assert torch.equal(stored, expected) if variant == "twice" else close(stored, expected) < 2e-5
+
+
+def test_projections_are_hooked_only_while_rows_pass() -> None:
+    model, inputs = target("qwen3", "sdpa"), prompt(12)
+    drafter = tiny_flexdraft(model)
+    tuning = drafter.tuning(model).attach()
+    idle, node = hook_count(model), torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        tuning.board(MaskRows(drafter.mask_embedding, node, node + 1, node, torch.arange(12)[None]))
+        assert hook_count(model) > idle
+        tuning.board(None)
+        counts = []
+        for _ in range(2):
+            model(**inputs)
+            counts.append(hook_count(model))
+    tuning.detach()
+    assert counts[0] > idle
+    assert counts[1] == idle
 
 
 def test_idle_hooks_change_no_bit() -> None:

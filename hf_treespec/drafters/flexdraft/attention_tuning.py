@@ -92,6 +92,11 @@ class AttentionTuning:
         self._variant = variant
         self._head_counts = {getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
         self._handles: list[Any] = []
+        #: The target's projections, each with how mask rows compute it, and the hooks on them.
+        self._projections: list[tuple[nn.Module, nn.Module]] = []
+        self._projection_handles: list[Any] = []
+        #: Forwards since mask rows passed.
+        self._idle = 0
         self._before: AttentionTuning | None = None
         self._rope_calls: list[RopeCall] = []
         self._layer_calls: dict[int, _LayerCall] = {}
@@ -123,9 +128,7 @@ class AttentionTuning:
                 tuned = self._tuned[index].self_attn
                 assert isinstance(tuned, nn.Module)
                 for name, base in projections_of(attention_of(layer)).items():
-                    own = _computing_as(base, tuned.get_submodule(name))
-                    self._handles.append(base.register_forward_pre_hook(self._cut))
-                    self._handles.append(base.register_forward_hook(functools.partial(self._join, own)))
+                    self._projections.append((base, _computing_as(base, tuned.get_submodule(name))))
         except BaseException:
             self.detach()
             raise
@@ -135,9 +138,10 @@ class AttentionTuning:
 
     def detach(self) -> None:
         """Removes the hooks; safe to call again."""
+        self._leave_projections()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._projections = [], []
         self._ride = self._routing = self._tail = self.hidden = self.positions = None
         self._rope_calls = []
         self._layer_calls = {}
@@ -145,11 +149,27 @@ class AttentionTuning:
             _IN_FORCE.set(self._before)
         self._before = None
 
+    def _reach_projections(self) -> None:
+        """Hooks the projections, which only mask rows need: there are many, and every hook costs every forward."""
+        self._idle = 0
+        if self._projection_handles:
+            return
+        for base, own in self._projections:
+            self._projection_handles.append(base.register_forward_pre_hook(self._cut))
+            self._projection_handles.append(base.register_forward_hook(functools.partial(self._join, own)))
+
+    def _leave_projections(self) -> None:
+        for handle in self._projection_handles:
+            handle.remove()
+        self._projection_handles = []
+
     # What rides
 
     def board(self, rows: MaskRows | None) -> None:
         """Lets rows ride in the next forward of the target in this context; None = let nothing ride."""
         self._ride = None if rows is None else Ride(rows)
+        if rows is not None:
+            self._reach_projections()
         self._routing = self.hidden = None
 
     @contextmanager
@@ -200,6 +220,7 @@ class AttentionTuning:
         """
         hidden, cache = embeddings, self.cache
         angles: list[tuple[RopeCall, tuple[torch.Tensor, ...]]] = []
+        self._reach_projections()
         self._routing = (0, embeddings.shape[1])
         try:
             for index, (layer, kind) in enumerate(zip(self._layers, self.kinds, strict=True)):
@@ -239,6 +260,10 @@ class AttentionTuning:
         self._note_call(index, kwargs)
         ride = self._ride
         if ride is None:
+            # Not after the first forward without rows: sequential drafting comes between two of them.
+            self._idle += index == 0
+            if self._idle > 1 and self._projection_handles:
+                self._leave_projections()
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
