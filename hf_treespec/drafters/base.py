@@ -249,6 +249,8 @@ class BlockDrafter(PreTrainedModel):
 
     #: What a pair is held to when this drafter is attached; see `hf_treespec.drafters.checks`.
     rules: ClassVar[Sequence[Callable[..., Any]]] = ()
+    #: What a drafter does with the layers that its configuration names, in a model card's words.
+    use_of_layers: ClassVar[str] = "reads the outputs of"
     #: Options used when a call gives none of its own.
     treespec_config: TreeSpecConfig | None = None
     #: Report of the last `generate` call this drafter took part in.

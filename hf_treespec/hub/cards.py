@@ -117,7 +117,7 @@ def _facts(drafter: BlockDrafter, repo_id: str | None) -> list[str]:
     facts.append(f"drafts up to {drafter.drafted_depths} tokens in one forward")
     layers = getattr(config, "target_layer_ids", None)
     if layers:
-        facts.append(f"reads the outputs of the target's decoder layers {', '.join(map(str, layers))} (0-based)")
+        facts.append(f"{drafter.use_of_layers} the target's decoder layers {', '.join(map(str, layers))} (0-based)")
     source = drafter.name_or_path
     if is_hub_id(source) and source != repo_id:
         facts.append(f"converted from [{source}](https://huggingface.co/{source})")

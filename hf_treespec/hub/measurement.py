@@ -95,11 +95,14 @@ def _same_name(measured: str, wanted: str) -> bool:
 
 
 def drafted_arms(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The arms of a section in which this library decoded with the drafter."""
+    """The arms of a section in which this library decoded with the drafter, none of those measured beside it."""
     return [
         arm
         for arm in section.get("arms", ())
-        if arm.get("acceptance_length") and arm.get("speedup") and arm["arm"] not in _NOT_OURS
+        if arm.get("acceptance_length")
+        and arm.get("speedup")
+        and arm["arm"] not in _NOT_OURS
+        and "@" not in arm["arm"]
     ]
 
 

@@ -18,7 +18,7 @@ def rendered(**options: Any) -> ModelCard:
     return cards.render_card(pair()[1], **options)
 
 
-@pytest.mark.parametrize("family", ["dflash", "treeflash"])
+@pytest.mark.parametrize("family", ["dflash", "flexdraft", "treeflash"])
 def test_the_embedded_drafters_cards_are_of_the_template(family: str, tmp_path: Path):
     folder = embedded.path(family)
     drafter, card = AutoDrafter.from_pretrained(folder, dtype="auto"), ModelCard.load(folder / "README.md")

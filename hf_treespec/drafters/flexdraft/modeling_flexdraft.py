@@ -67,6 +67,7 @@ class FlexDraftDrafter(LoudLoading, BlockDrafter):
     config: FlexDraftConfig
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = list(UNUSED_TENSORS)
     _no_split_modules: ClassVar[list[str]] = ["TunedLayer"]
+    use_of_layers: ClassVar[str] = "drafts in"
 
     rules: ClassVar[Sequence[checks.Rule]] = (
         checks.decoder_only,
