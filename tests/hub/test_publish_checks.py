@@ -69,6 +69,14 @@ def test_a_measurement_of_plain_decoding_alone(tmp_path: Path):
     refused(tmp_path, "no arm that used the drafter", measurement=found)
 
 
+def test_a_measurement_of_what_was_beside_it(tmp_path: Path):
+    found = measurement()
+    for section in found["datasets"]:
+        for arm in section["arms"]:
+            arm["arm"] += "@another"
+    refused(tmp_path, "no arm that used the drafter", measurement=found)
+
+
 def test_a_measurement_of_other_weights(tmp_path: Path):
     drafter = saved(tmp_path / "drafter")
     next(drafter.parameters()).data += 1
