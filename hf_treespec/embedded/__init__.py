@@ -20,8 +20,8 @@ def path(name: str) -> Path:
         FileNotFoundError: There is none of that name, or the installation lacks it.
     """
     folder = _FOLDER / name
-    if not folder.is_dir() or name.startswith("_"):
-        known = sorted(entry.parent.name for entry in _FOLDER.glob("*/config.json"))
+    known = sorted(entry.parent.name for entry in _FOLDER.glob("*/config.json"))
+    if known and not folder.is_dir():
         raise FileNotFoundError(f"There is no embedded model `{name}`; there are {', '.join(known)}.")
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(
