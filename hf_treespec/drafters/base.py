@@ -303,18 +303,25 @@ class BlockDrafter(PreTrainedModel):
         """
         return self.publisher(repo_id, **options)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Saves weights and configuration; see `PreTrainedModel.save_pretrained`.
 
         Raises:
             ValueError: `push_to_hub` is set, which would publish without a check.
         """
-        if kwargs.get("push_to_hub"):
+        if push_to_hub:
             raise ValueError(
                 "save_pretrained(push_to_hub=True) would publish this drafter unchecked. Save it, and publish it with "
                 "drafter.push_to_hub(repo_id, measurement=...)."
             )
-        super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Checks that this drafter can draft for `target`, by its family's `rules`; warns where it may be slow.

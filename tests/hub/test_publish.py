@@ -194,6 +194,8 @@ def test_saving_does_not_publish_on_the_side(hub: LoopbackHub, tmp_path: Path):
     drafter = saved(tmp_path / "drafter")
     with pytest.raises(ValueError, match=r"unchecked.*drafter\.push_to_hub"):
         drafter.save_pretrained(tmp_path / "again", push_to_hub=True, repo_id=REPO, token=TOKEN)
+    with pytest.raises(ValueError, match="unchecked"):
+        drafter.save_pretrained(tmp_path / "again", True, None, True)
     assert hub.repositories.keys() == {TARGET}
 
 
