@@ -25,6 +25,7 @@ from ..attention import interface
 from ..caches import UnsupportedCacheError
 from ..drafters.auto import AutoDrafter, drafting_device, find_family
 from ..drafters.base import BlockDrafter
+from ..sources import find_source
 from .report import GenerationReport
 from .rounds import TreeDecoding
 from .support import UnsupportedRequestError, check_request, check_tokenizers, decoding_config
@@ -155,7 +156,7 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(original)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> Any:
         if isinstance(assistant_model, str):
-            config, _ = PreTrainedConfig.get_config_dict(assistant_model)
+            config, _ = PreTrainedConfig.get_config_dict(find_source(assistant_model))
             if find_family(config) is not None:
                 assistant_model = AutoDrafter.from_pretrained(assistant_model)
         if not isinstance(assistant_model, BlockDrafter):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.pipelines.base as pipelines_base
 from models import batch, build, dflash, prompt, target
 from parity import GREEDY, SAMPLED, run
 from transformers import (
@@ -115,6 +116,11 @@ def test_options_are_a_keyword_of_generate() -> None:
         assert not hasattr(GenerationConfig(), "treespec")
     finally:
         hf_treespec.install()
+
+
+def test_a_pipeline_names_a_folder_that_there_is_not() -> None:
+    with pytest.raises(FileNotFoundError, match="There is no folder '/no/such/drafter'"):
+        pipelines_base.load_assistant_model(target("qwen3"), "/no/such/drafter", None)
 
 
 @pytest.mark.parametrize("options", [{"depth": 2.5}, {"max_budget": "8"}, {"draft_window": 0}, {"depth": True}])
