@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from train_flexdraft import train
+from train_treeflash import PROMPT_LENGTH, SEED, TEMPERATURE
 from transformers import PreTrainedModel
 
 from hf_treespec import embedded
@@ -27,11 +29,8 @@ from hf_treespec.evaluation.loading import load_drafter
 from hf_treespec.evaluation.measurement import pool
 from hf_treespec.training.acceptance import acceptance_lengths
 from hf_treespec.training.continuations import load_continuations
-from hf_treespec.training.flexdraft import initialise_from_text, train_flexdraft
 
-SEED = 0
-PROMPT_LENGTH, NEW_TOKENS = 128, 128
-TEMPERATURE = 0.8
+NEW_TOKENS = 128
 TREE_NODES = (16,)
 SAMPLING: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
 
@@ -106,26 +105,17 @@ def layers(
         folder = work / f"layers-{count}"
         done = folder / "metrics.json"
         if not done.exists():
-            torch.manual_seed(SEED)
-            drafter = FlexDraftDrafter.from_target(target, count, block_size=8, calibration_rank=256).float()
-            initialise_from_text(drafter, target, written[:8])
-            metrics = train_flexdraft(
-                drafter,
+            _, metrics = train(
                 target,
                 written,
                 held_out,
                 folder / "run",
-                prompt_length=PROMPT_LENGTH,
-                temperature=TEMPERATURE,
+                layers=count,
                 batch_size=2,
-                anchors=64,
                 tree_nodes=TREE_NODES,
-                optimizer="muon",
-                learning_rate=1e-2,
                 max_steps=steps,
                 save_steps=steps,
                 live_sequences=1,
-                seed=SEED,
             )
             done.write_text(json.dumps(metrics))
         found[str(count)] = json.loads(done.read_text())

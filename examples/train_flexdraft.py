@@ -12,65 +12,74 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from train_treeflash import PROMPT_LENGTH, SEED, TEMPERATURE, texts
+from train_treeflash import PROMPT_LENGTH, SEED, TEMPERATURE, gather
+from transformers import PreTrainedModel
 
 from hf_treespec import embedded
 from hf_treespec.drafters.flexdraft import FlexDraftDrafter
-from hf_treespec.training.continuations import load_continuations
 from hf_treespec.training.flexdraft import initialise_from_text, train_flexdraft
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=6, help="last layers of the target's 12 to draft in")
-    parser.add_argument("--steps", type=int, default=1500, help="steps of the attention")
-    parser.add_argument("--calibration-steps", type=int, default=300)
-    parser.add_argument("--sequences", type=int, default=2176, help="texts to train on")
-    parser.add_argument("--held-out-sequences", type=int, default=32)
-    parser.add_argument("--continuations", type=Path, help=".npy file, or folder of them, to train on [n, 512]")
-    parser.add_argument("--held-out", type=Path, help=".npy file, or folder of them, to measure on [m, 512]")
-    parser.add_argument("--batch", type=int, default=2, help="texts a step")
-    parser.add_argument("--save-steps", type=int, default=250)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(arguments.threads)
-
-    target, _, tokenizer = embedded.load()
-    work = arguments.work
-    if arguments.continuations:
-        written = load_continuations(arguments.continuations)[: arguments.sequences]
-    else:
-        written = texts(target, tokenizer, "train", arguments.sequences, work / "continuations_train")
-    if arguments.held_out:
-        held_out = load_continuations(arguments.held_out)[: arguments.held_out_sequences]
-    else:
-        count = arguments.held_out_sequences
-        held_out = texts(target, tokenizer, "held_out", count, work / "continuations_held_out")
+def train(
+    target: PreTrainedModel, written: np.ndarray, held_out: np.ndarray, folder: Path, *, layers: int, **run: Any
+) -> tuple[FlexDraftDrafter, dict[str, float]]:
+    """A drafter of the target's last layers and its held-out figures; `run` is what `train_flexdraft` takes."""
     torch.manual_seed(SEED)
-    drafter = FlexDraftDrafter.from_target(target, arguments.layers, block_size=8, calibration_rank=256).float()
+    drafter = FlexDraftDrafter.from_target(target, layers, block_size=8, calibration_rank=256).float()
     initialise_from_text(drafter, target, written[:8])
     metrics = train_flexdraft(
         drafter,
         target,
         written,
         held_out,
-        work / "run",
+        folder,
         prompt_length=PROMPT_LENGTH,
         temperature=TEMPERATURE,
-        batch_size=arguments.batch,
         anchors=64,
-        tree_nodes=(8, 16, 32),
         optimizer="muon",
         learning_rate=1e-2,
+        seed=SEED,
+        **run,
+    )
+    return drafter, metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=6, help="last layers of the target's 12 to draft in")
+    parser.add_argument("--steps", type=int, default=1400, help="steps of the attention")
+    parser.add_argument("--calibration-steps", type=int, default=500)
+    parser.add_argument("--sequences", type=int, default=2176, help="texts to train on")
+    parser.add_argument("--held-out-sequences", type=int, default=16)
+    parser.add_argument("--continuations", type=Path, help=".npy file, or folder of them, to train on [n, 512]")
+    parser.add_argument("--held-out", type=Path, help=".npy file, or folder of them, to measure on [m, 512]")
+    parser.add_argument("--batch", type=int, default=2, help="texts a step")
+    parser.add_argument("--save-steps", type=int, default=250)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    work: Path = arguments.work
+    work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(arguments.threads)
+
+    target, _, tokenizer = embedded.load()
+    written, held_out = gather(arguments, target, tokenizer)
+    drafter, metrics = train(
+        target,
+        written,
+        held_out,
+        work / "run",
+        layers=arguments.layers,
+        batch_size=arguments.batch,
+        tree_nodes=(8, 16, 32),
         max_steps=arguments.steps,
         save_steps=arguments.save_steps,
         calibration_steps=arguments.calibration_steps,
         live_sequences=4,
-        seed=SEED,
     )
     drafter.to(torch.float16).save_pretrained(work / "drafter")
     (work / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

@@ -49,6 +49,22 @@ def texts(
     )
 
 
+def gather(
+    arguments: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[np.ndarray, np.ndarray]:
+    """Texts to train and to measure on: from where the arguments say they are, or written into the working folder."""
+    found = []
+    for split, folder, count in (
+        ("train", arguments.continuations, arguments.sequences),
+        ("held_out", arguments.held_out, arguments.held_out_sequences),
+    ):
+        if folder:
+            found.append(load_continuations(folder)[:count])
+        else:
+            found.append(texts(target, tokenizer, split, count, arguments.work / f"continuations_{split}"))
+    return found[0], found[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for everything the run writes")
@@ -72,15 +88,7 @@ def main() -> None:
 
     torch.manual_seed(SEED)
     target, base, tokenizer = embedded.load(family="dflash")
-    if arguments.continuations:
-        written = load_continuations(arguments.continuations)[: arguments.sequences]
-    else:
-        written = texts(target, tokenizer, "train", arguments.sequences, work / "continuations_train")
-    if arguments.held_out:
-        held_out = load_continuations(arguments.held_out)[: arguments.held_out_sequences]
-    else:
-        count = arguments.held_out_sequences
-        held_out = texts(target, tokenizer, "held_out", count, work / "continuations_held_out")
+    written, held_out = gather(arguments, target, tokenizer)
 
     drafter = TreeFlashDrafter.from_dflash(base, ar_approximation=arguments.head)
     run = {"prompt_length": PROMPT_LENGTH, "tree_nodes": TREE_NODES}

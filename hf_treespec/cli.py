@@ -68,10 +68,7 @@ class Optimizer(StrEnum):
 
 
 TargetArgument = Annotated[str, typer.Argument(help="Target model: Hub id, path, or `embedded`.")]
-DrafterArgument = Annotated[
-    str,
-    typer.Argument(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`."),
-]
+DrafterArgument = Annotated[str, typer.Argument(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")]
 
 
 def _budget(value: str | int) -> str | int:
@@ -187,7 +184,7 @@ def demo(
     seed: SeedOption = 0,
     family: Annotated[
         str, typer.Option("--drafter", help="Which drafter of the package: dflash, treeflash or flexdraft.")
-    ] = ("dflash"),
+    ] = "dflash",
 ) -> None:
     """Write Python with the models in the package: the same tokens as plain decoding, and how much faster.
 
@@ -337,10 +334,9 @@ def verify(
 @app.command()
 def bench(
     target: Annotated[str, typer.Option(help="Target model: Hub id, path, or `embedded`.")] = "embedded",
-    drafter: Annotated[
-        str,
-        typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`."),
-    ] = ("embedded"),
+    drafter: Annotated[str, typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")] = (
+        "embedded"
+    ),
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -448,10 +444,9 @@ def bench(
 @app.command()
 def calibrate(
     target: Annotated[str, typer.Option(help="Target model: Hub id, path, or `embedded`.")] = "embedded",
-    drafter: Annotated[
-        str,
-        typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`."),
-    ] = ("embedded"),
+    drafter: Annotated[str, typer.Option(help="Its drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")] = (
+        "embedded"
+    ),
     contexts: Annotated[str, typer.Option(help="Cached columns to check predictions at, by comma.")] = "64,512",
     rounds: Annotated[
         int, typer.Option(min=3, help="Calls to measure of each number of rows; their median counts.")
@@ -523,18 +518,19 @@ def distribution(
 
     from .evaluation.distribution_command import run_distribution
     from .evaluation.held_out import SLICES
+    from .evaluation.loading import load_drafter
 
     if not data and target != "embedded":
         raise typer.BadParameter("say which prompts to use; only the embedded pair has its own", param_hint="--data")
     names = _split(drafter) or ["embedded"]
-    pairs = {name: _load(target, name, dtype, device) for name in names}
-    model, _, tokenizer = pairs[names[0]]
+    model, first, tokenizer = _load(target, names[0], dtype, device)
     try:
+        others = {name: load_drafter(name, dtype=dtype.torch_dtype(), device=device) for name in names[1:]}
         run_distribution(
             Console(),
             model,
             tokenizer,
-            {name: pair[1] for name, pair in pairs.items()},
+            {names[0]: first, **others},
             data=_split(data) or list(SLICES),
             prompts=prompts,
             prompt_length=prompt_length,

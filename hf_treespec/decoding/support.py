@@ -111,7 +111,7 @@ def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
     Raises:
         ValueError: `assistant_tokenizer` has another vocabulary than `tokenizer`, or nothing to compare with.
     """
-    if assistant_tokenizer is None:
+    if assistant_tokenizer is None or assistant_tokenizer is tokenizer:
         return
     if tokenizer is not None and assistant_tokenizer.get_vocab() == tokenizer.get_vocab():
         return

@@ -6,6 +6,7 @@ A family is a subpackage of `hf_treespec.drafters` that calls `register` when it
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pkgutil
 from collections.abc import Mapping
@@ -117,12 +118,6 @@ class AutoDrafter:
             raise TypeError(
                 f"`target` is a loaded model, to check the drafter against, got {target!r}; load it, or leave it out."
             )
-        options = sorted(kwargs.keys() & {field.name for field in fields(TreeSpecConfig)})
-        if options:
-            raise TypeError(
-                f"{', '.join(options)}: options of decoding are not part of a checkpoint. Set them on the drafter: "
-                f"`drafter.with_options({options[0]}={kwargs[options[0]]!r})`."
-            )
         if "device" in kwargs:
             raise TypeError(f"device={kwargs['device']!r}: use `device_map`, or `.to()` on the drafter.")
         source = find_source(id_or_path)
@@ -151,6 +146,14 @@ class AutoDrafter:
                 f"architectures {checkpoint.config.get('architectures')}. Known families: {_known_families()}."
             )
         checkpoint.check_family(family)
+        options = kwargs.keys() & {field.name for field in fields(TreeSpecConfig)}
+        # Fields of the configuration are overridden, as `from_pretrained` does everywhere.
+        misplaced = sorted(options - inspect.signature(family.config_class).parameters.keys())
+        if misplaced:
+            raise TypeError(
+                f"{', '.join(misplaced)}: options of decoding are not part of a checkpoint. Set them on the drafter: "
+                f"`drafter.with_options({misplaced[0]}={kwargs[misplaced[0]]!r})`."
+            )
         drafter = cast(BlockDrafter, family.from_pretrained(files.folder, **kwargs))
         drafter.config.name_or_path = drafter.name_or_path = source
         if target is not None:

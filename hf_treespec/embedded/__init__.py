@@ -20,8 +20,7 @@ def path(name: str) -> Path:
         FileNotFoundError: There is none of that name, or the installation lacks it.
     """
     folder = _FOLDER / name
-    known = sorted(entry.parent.name for entry in _FOLDER.glob("*/config.json"))
-    if known and not folder.is_dir():
+    if not folder.is_dir() and (known := sorted(entry.parent.name for entry in _FOLDER.glob("*/config.json"))):
         raise FileNotFoundError(f"There is no embedded model `{name}`; there are {', '.join(known)}.")
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(

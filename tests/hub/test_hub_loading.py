@@ -196,6 +196,7 @@ def test_remote_code_is_refused(repository: Repository):
 def test_arguments_of_other_functions_are_refused(repository: Repository):
     with pytest.raises(TypeError, match=r"drafter\.with_options\(budget=8\)"):
         load(budget=8)
+    assert load(draft_window=64).config.draft_window == 64, "a field of the configuration too"
     with pytest.raises(TypeError, match="use `device_map`"):
         load(device="cpu")
     with pytest.raises(TypeError, match=r"`target` is a loaded model.*got 'some/target'"):
