@@ -146,7 +146,6 @@ def main() -> None:
     if arguments.layers:
         counts = [int(count) for count in arguments.layers.split(",")]
         written = load_continuations(arguments.continuations)
-        written = load_continuations(arguments.continuations)
         found["layers"] = layers(counts, target, written, held_out, arguments.work, arguments.steps)
     text = json.dumps(found, indent=2)
     print(text)
