@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 import torch
 
@@ -40,7 +41,9 @@ class BastionPolicy(BudgetPolicy):
         self.reason = "best" if self._calibration is None else "calibrating"
         return self._calibration is None or self._calibration.size != 1
 
-    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+    def choose(
+        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+    ) -> int:
         nodes = min(scores.shape[1], self.limit)
         if self._calibration is not None:
             return min(self._calibration.size or 1, nodes)

@@ -4,6 +4,9 @@
 that take it at the rate they reach have the best rate (Dinkelbach), and λ converges to it. Drafting has to beat a
 plain step in the same currency.
 
+A call of several rows ends with its last one, so there a token is one by which the slowest row came on. Rows that are
+ahead do not count until it has caught up.
+
 Decisions are made in steady milliseconds, those of the machine at the speed it was first measured at: a machine that
 is slower for a while is slower in all it does, and what was best still is.
 """
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 _GAIN = 1 / 32
 #: What one round is forgotten by in the running rate: a memory of some fifty rounds.
 _RATE_KEPT = 0.98
+#: Tokens that the assumption weighs that the slowest row comes on as expected.
+_LAG_PRIOR = 4.0
 #: Rounds that the expectation after calibration weighs in the running rate.
 _RATE_PRIOR = 6.0
 #: Drafted rounds before drafting may be given up, and the standard errors it has to be on the wrong side by.
@@ -103,13 +108,18 @@ class BudgetController(BudgetPolicy):
         self._batch, self._context, self._turn = 1, 0, 0
         self._recent: deque[int] = deque(maxlen=8)
         self._seen: list[_Promises] = []  # the trees of the calibration
-        # Â(N) − λ·T(N) of a row at the best N, of every drafted round not recorded yet; None while calibrating.
-        self._values: deque[float | None] = deque()
+        # What was expected of every drafted round not recorded yet; None while calibrating.
+        self._expected: deque[_Expected | None] = deque()
 
     @property
     def calibrating(self) -> bool:
         """Whether the target is still being measured."""
         return self._calibration is not None
+
+    def measure_everything(self) -> None:
+        """Measures the target anew, sizes that cannot pay too: for calibrating ahead of use, which has the time."""
+        self._calibration = Calibration(self.limit, self._splits, thorough=True)
+        self._seen.clear()
 
     @property
     def patience(self) -> int:
@@ -121,12 +131,12 @@ class BudgetController(BudgetPolicy):
 
     @property
     def rate(self) -> float:
-        """λ of a live row, tokens per ms."""
+        """λ, tokens of the slowest row per ms."""
         return self._pace().rate / self.latency.slowdown
 
     def begin(self, context: int, batch: int) -> None:
         self._context, self._batch = context, batch
-        self._values.clear()
+        self._expected.clear()
 
     def should_draft(self) -> bool:
         self.split = self._splits[0]
@@ -152,27 +162,33 @@ class BudgetController(BudgetPolicy):
             return self.limit
         return min(self.limit, max(_LEAST_EXPANDED, 3 * max(self._recent) // 2))
 
-    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+    def choose(
+        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+    ) -> int:
         nodes = min(scores.shape[1], self.limit)
-        promises: _Promises = (scores.tolist(), None if depths is None else depths.tolist())
+        promises: _Promises = (scores.tolist(), None if depths is None else depths.tolist(), leads)
         if self._calibration is not None:
             self.split = self._calibration.split
             self._seen.append(promises)
-            self._values.append(None)
+            self._expected.append(None)
             return min(self._calibration.size or 1, nodes)
         pace = self._pace()
-        surrogate = self._surrogate(*promises)[:nodes]
+        promised = self._surrogate(*promises)[:nodes]
+        surrogate = promised if len(promises[0]) == 1 else [1 + pace.lag * (tokens - 1) for tokens in promised]
         verify_ms = self.latency.steady_curve(nodes, self._context, self._batch).tolist()
         rate = pace.rate_over(verify_ms[0] + pace.plain_other)
         chosen = best_prefix(surrogate, verify_ms, rate)
-        self._values.append(surrogate[chosen - 1] - rate * verify_ms[chosen - 1])
         if len(self._splits) > 1:
             self.split = self.latency.best_split(chosen, self._context, self._batch)
+        value = surrogate[chosen - 1] - rate * verify_ms[chosen - 1]
         if pace.paused:
             # Not what seems best but enough to learn from: what is known of a drafter at rest may be old or bad luck.
-            return min(_PROBE_NODES, nodes)
-        self._recent.append(chosen)
-        return self._look_around(chosen, nodes)
+            verified = min(_PROBE_NODES, nodes)
+        else:
+            self._recent.append(chosen)
+            verified = self._look_around(chosen, nodes)
+        self._expected.append(_Expected(value, promised[verified - 1], len(promises[0])))
+        return verified
 
     def _look_around(self, chosen: int, nodes: int) -> int:
         """Now and then a size beside the best: one whose only measurement was unlucky would never be tried again."""
@@ -188,35 +204,36 @@ class BudgetController(BudgetPolicy):
         return beside
 
     def record(self, record: RoundRecord) -> None:
-        value = self._values.popleft() if record.drafted and self._values else None
+        expected = self._expected.popleft() if record.drafted and self._expected else None
         self._batch = record.batch
         if self._calibration is None:
             self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.split)
             record = record.at(1 / self.latency.slowdown)
         pace = self._pace()
-        live = max(record.live, 1)
-        tokens = record.tokens / live
+        tokens = record.progress
         pace.time(record)
         if record.drafted:
             self.acceptance.record(record.promised, record.accepted)
+        if expected is not None and expected.rows > 1:
+            pace.fall_behind(expected.tokens, tokens)
         if self._calibration is not None:
             self._calibrate(record)
         else:
             curve = self.latency.steady_curve(record.nodes, record.context, record.batch, record.split)
             plain = float(curve[0]) + pace.plain_other
-            expected = pace.fixed_ms + float(curve[-1]) if record.drafted else plain
-            pace.count(tokens, min(record.total_ms, _RATE_CLIP * expected))
+            usual = pace.fixed_ms + float(curve[-1]) if record.drafted else plain
+            pace.count(tokens, min(record.total_ms, _RATE_CLIP * usual))
             if not record.drafted:
                 pace.left = max(pace.left - 1, 0)
-            elif value is not None:
+            elif expected is not None:
                 rate = pace.rate_over(plain)
                 threshold = 1 - rate * plain
-                advantage = value - rate * pace.fixed_ms - threshold
+                advantage = expected.value - rate * pace.fixed_ms - threshold
                 realised = tokens - rate * record.total_ms - threshold
                 pace.judge(advantage, realised, self.acceptance.unsettled, pace.pays(plain))
                 if pace.paused:
                     pace.verdict = self._verdict(plain)
-        self._context = record.context + round(tokens)
+        self._context = record.context + round(record.tokens / max(record.live, 1))
 
     def profile(self) -> dict[str, Any]:
         """What a later process starts from, as JSON holds it: nothing that the drafter's weights decide."""
@@ -321,12 +338,22 @@ class BudgetController(BudgetPolicy):
             self._expect(self._paces[record.batch])
             self._seen.clear()
 
-    def _surrogate(self, scores: list[list[float]], depths: list[list[int]] | None) -> list[float]:
-        """Surrogate Â of a live row at N = 1, 2 and so on."""
+    def _surrogate(
+        self, scores: list[list[float]], depths: list[list[int]] | None, leads: Sequence[int] | None
+    ) -> list[float]:
+        """Surrogate Â at N = 1, 2 and so on: how far the slowest live row should come on."""
         if depths is not None:
             scores = [self.acceptance.correct(*row) for row in zip(scores, depths, strict=True)]
-        reached = scores[0] if len(scores) == 1 else [sum(nodes) / len(scores) for nodes in zip(*scores, strict=True)]
-        return list(accumulate(reached))
+        tokens = [list(accumulate(row)) for row in scores]
+        if len(tokens) == 1:
+            return tokens[0]
+        if leads is not None:
+            # Where all come on by what this one does at most, rows further ahead are not the slowest.
+            most = min(lead + row[-1] for lead, row in zip(leads, tokens, strict=True))
+            tokens = [
+                [lead + reached for reached in row] for lead, row in zip(leads, tokens, strict=True) if lead < most
+            ]
+        return [min(reached) for reached in zip(*tokens, strict=True)]
 
     def _mean_surrogate(self) -> list[float]:
         """Â over the trees of the calibration, as far as all of them go."""
@@ -335,15 +362,25 @@ class BudgetController(BudgetPolicy):
 
     def _verdict(self, plain: float) -> str:
         pace, slowdown = self._pace(), self.latency.slowdown
+        slowest = " in the slowest row" if self._batch > 1 else ""
         return (
-            f"does not pay: {pace.drafted_tokens:.2f} tokens a drafted round, {pace.draft_ms * slowdown:.1f} ms of "
-            f"drafting and {pace.verify_ms * slowdown:.1f} ms of verifying, against {plain * slowdown:.1f} ms of a "
-            "plain step"
+            f"does not pay: {pace.drafted_tokens:.2f} tokens a drafted round{slowest}, "
+            f"{pace.draft_ms * slowdown:.1f} ms of drafting and {pace.verify_ms * slowdown:.1f} ms of verifying, "
+            f"against {plain * slowdown:.1f} ms of a plain step"
         )
 
 
-#: Path scores of the live rows, `[R][N]`, and the nodes' depths.
-_Promises = tuple[list[list[float]], list[list[int]] | None]
+#: Path scores of the live rows, `[R][N]`, the nodes' depths, and the rows' leads.
+_Promises = tuple[list[list[float]], list[list[int]] | None, Sequence[int] | None]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a drafted round was expected to be worth."""
+
+    value: float  # Â(N) − λ·T(N) at the best N
+    tokens: float  # by which the slowest row should come on with the nodes verified, if rows came on as they should
+    rows: int
 
 
 @dataclass
@@ -376,7 +413,7 @@ class _Mean:
 
 @dataclass
 class _Pace:
-    """What rounds of one batch size take and yield, of a live row, in steady ms, and whether drafting pays."""
+    """What rounds of one batch size take and yield, of the slowest row, in steady ms, and whether drafting pays."""
 
     tokens: float = 0.0
     ms: float = 0.0
@@ -391,6 +428,9 @@ class _Pace:
     left: int = 0
     wins: int = 0
     verdict: str = "does not pay"
+    #: Sums of the tokens beyond the first that the slowest row should have come on, and did.
+    due: float = _LAG_PRIOR
+    came: float = _LAG_PRIOR
 
     @property
     def rate(self) -> float:
@@ -432,9 +472,22 @@ class _Pace:
             self.draft.add_time(record.draft_ms)
             self.verify.add_time(record.verify_ms)
             self.other.add_time(record.other_ms)
-            self.yielded.add(record.tokens / max(record.live, 1))
+            self.yielded.add(record.progress)
         else:
             self.other_plain.add_time(record.other_ms)
+
+    @property
+    def lag(self) -> float:
+        """By how much less than the least of expectations the slowest of several rows comes on.
+
+        Another row may be the slowest each time: the least of chances is less than the least chance.
+        """
+        return self.came / self.due
+
+    def fall_behind(self, expected: float, tokens: float) -> None:
+        """Takes a round's tokens of the slowest of several rows, and those expected, into `lag`."""
+        for name, more in (("due", expected - 1), ("came", tokens - 1)):
+            setattr(self, name, _LAG_PRIOR + _RATE_KEPT * (getattr(self, name) - _LAG_PRIOR) + more)
 
     def count(self, tokens: float, ms: float) -> None:
         """Takes a round into the running rate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ class RoundRecord:
         verify_ms: Milliseconds of the target's forward.
         other_ms: Milliseconds of walk, commit and the rest.
         tokens: Tokens committed over the live rows.
+        progress: Tokens that the slowest of them came on: a call ends with its last row.
         promised: Σρ of the verified nodes by depth over live rows, the roots first.
         accepted: Walks that reached each depth, as long.
         split: Whether attention was split.
@@ -37,6 +39,7 @@ class RoundRecord:
     verify_ms: float
     other_ms: float
     tokens: int
+    progress: int
     promised: list[float]
     accepted: list[int]
     split: bool = False
@@ -98,12 +101,15 @@ class BudgetPolicy(ABC):
         return self.limit
 
     @abstractmethod
-    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+    def choose(
+        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+    ) -> int:
         """How many nodes of the expanded trees to verify.
 
         Args:
             scores: Path scores ρ of the nodes of the live rows, in expansion order, `[R, N]`.
             depths: Their depths, long `[R, N]`; None corrects no score.
+            leads: Tokens that each live row is ahead of the slowest, `[R]`; None for none.
 
         Returns:
             Rows to verify, 1 … N: a prefix of the order.
@@ -129,5 +135,7 @@ class FixedBudget(BudgetPolicy):
     def should_draft(self) -> bool:
         return self.budget > 1
 
-    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+    def choose(
+        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+    ) -> int:
         return min(self.budget, scores.shape[1])

@@ -73,6 +73,7 @@ class _Outcome:
     nodes: int
     drafted: bool
     live: list[int]
+    leads: list[int]
     context: int
     paths: list[list[int]]
     cut: bool
@@ -98,6 +99,7 @@ class _Outcome:
             verify_ms=verify_ms,
             other_ms=max(0.0, times.total - draft_ms - verify_ms),
             tokens=sum(steps),
+            progress=min(lead + taken for lead, taken in zip(self.leads, steps, strict=True)),
             promised=promised,
             accepted=[sum(taken > depth for taken in steps) for depth in range(len(promised))],
             split=self.split,
@@ -277,8 +279,9 @@ class TreeDecoding:
     def _round(self) -> None:
         """One round, from features and anchors to committed tokens, and what it teaches."""
         live, context = self.rows.live(), max(self.cache.lengths)
+        leads = self._leads(live)
         with self.clock.round():
-            tree = self._draft(live)
+            tree = self._draft(live, leads)
             drafted = tree is not None
             if tree is None:
                 tree = DraftTree.root(self._anchors())
@@ -294,7 +297,9 @@ class TreeDecoding:
         cut = [self.rows.stopped(row) for row in live]
         self.report.record(paths, len(tree), live, cut, drafted, self._why, riding)
         self._outcomes.append(
-            _Outcome(len(tree), drafted, live, context, paths, any(cut), self._promised, bool(self.policy.split))
+            _Outcome(
+                len(tree), drafted, live, leads, context, paths, any(cut), self._promised, bool(self.policy.split)
+            )
         )
         self._learn()
 
@@ -310,7 +315,13 @@ class TreeDecoding:
             self.report.verify_ms_history.append(record.verify_ms)
             self.policy.record(record)
 
-    def _draft(self, live: list[int]) -> DraftTree | None:
+    def _leads(self, live: list[int]) -> list[int]:
+        """Tokens that each live row is ahead of the slowest."""
+        done = [len(self.rows.tokens[row]) for row in live]
+        least = min(done)
+        return [tokens - least for tokens in done]
+
+    def _draft(self, live: list[int], leads: list[int]) -> DraftTree | None:
         """The trees to verify, or None for a plain round, whose features the session still gets to see."""
         self._promised = None
         nodes, depth = self._limits()
@@ -326,13 +337,13 @@ class TreeDecoding:
                 self._count_nonfinite()
                 return None
             with self.clock.stage("expand"):
-                tree = tree.prefix(self._choose(tree, live))
+                tree = tree.prefix(self._choose(tree, live, leads))
             self._why = self.policy.reason
             return tree
         self._wait()
         return None
 
-    def _choose(self, tree: DraftTree, live: list[int]) -> int:
+    def _choose(self, tree: DraftTree, live: list[int], leads: list[int]) -> int:
         if not self.policy.learns:
             return self.policy.choose(tree.scores())
         scores, depths = tree.scores(), tree.depths
@@ -342,7 +353,7 @@ class TreeDecoding:
             # One read for both: depths are small numbers, which a float holds.
             packed = torch.stack([scores, depths.to(scores.dtype)]).cpu()
             scores, depths = packed[0], packed[1].long()
-        chosen = self.policy.choose(scores, depths)
+        chosen = self.policy.choose(scores, depths, leads)
         self._promised = scores[:, :chosen], depths[:, :chosen]
         return chosen
 

@@ -45,7 +45,7 @@ class Check:
 
 
 def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 64, again: bool = False) -> Path:
-    """Decodes until the pair's latencies are known and stored, as a first use would.
+    """Decodes until the pair's latencies are known and stored, of every size: a first use leaves out what cannot pay.
 
     Args:
         context: Length of the prompt.
@@ -59,6 +59,9 @@ def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 
     if again:
         budgets.forget(view)
         path.unlink(missing_ok=True)
+    if not path.exists():
+        with lent_controller(target, view) as controller:
+            controller.measure_everything()
     for _ in range(8):
         _generate(target, view, context, 32)
         with lent_controller(target, view) as controller:

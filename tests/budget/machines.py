@@ -185,6 +185,7 @@ def simulate(
                 machine.measured(verify, draw) * machine.warm_up(nodes),
                 machine.measured(other, draw),
                 drawn,
+                drawn // batch,
                 promised,
                 accepted,
             )
@@ -197,6 +198,58 @@ def simulate(
         context += int(drawn / batch) if grows else 0
         done += drawn / batch
     return run
+
+
+def simulate_calls(
+    policy: BudgetPolicy,
+    machine: Machine,
+    drafter: Drafter,
+    calls: int,
+    batch: int,
+    tokens: int = 64,
+    context: int = 128,
+    seed: int = 1,
+) -> list[float]:
+    """Milliseconds without noise of calls, each of which ends when all of its rows have so many tokens."""
+    draw, spent = np.random.default_rng(seed), []
+    for _ in range(calls):
+        done, total = [0] * batch, 0.0
+        policy.begin(context, batch)
+        while min(done) < tokens:
+            live = [row for row in range(batch) if done[row] < tokens]
+            leads = [done[row] - min(done[row] for row in live) for row in live]
+            drafts, nodes, steps, promised, accepted = policy.should_draft(), 1, [1] * len(live), [0.0], [0]
+            if drafts:
+                trees = draw.integers(drafter.trees, size=len(live))
+                wide = min(policy.largest(), drafter.nodes)
+                scores, depths = drafter.scores[trees, :wide], drafter.depths[trees, :wide]
+                nodes = policy.choose(torch.from_numpy(scores), torch.from_numpy(depths), leads)
+                steps = [sum(n < nodes for n in drafter.path(int(tree), draw)) for tree in trees]
+                deepest = int(depths[:, :nodes].max())
+                promised = [float(scores[:, :nodes][depths[:, :nodes] == d].sum()) for d in range(deepest + 1)]
+                accepted = [sum(taken > d for taken in steps) for d in range(deepest + 1)]
+            verify, draft = float(machine.verify_ms(nodes, context)), machine.draft_ms if drafts else 0.0
+            total += verify + draft + machine.other_ms
+            policy.record(
+                RoundRecord(
+                    nodes,
+                    drafts,
+                    batch,
+                    len(live),
+                    context,
+                    machine.measured(draft, draw) if drafts else 0.0,
+                    machine.measured(verify, draw),
+                    machine.measured(machine.other_ms, draw),
+                    sum(steps),
+                    min(lead + taken for lead, taken in zip(leads, steps, strict=True)),
+                    promised,
+                    accepted,
+                )
+            )
+            for row, taken in zip(live, steps, strict=True):
+                done[row] += taken
+        spent.append(total)
+    return spent
 
 
 def best_rates(machine: Machine, drafter: Drafter, context: int, turn: int = 0) -> dict[str, float]:

@@ -98,5 +98,5 @@ def test_a_fixed_budget_is_fixed() -> None:
     assert (policy.should_draft(), policy.largest(), policy.limit, policy.reason) == (True, 8, 8, "fixed")
     assert policy.choose(torch.ones(1, 20)) == 8
     assert policy.choose(torch.ones(1, 5), torch.zeros(1, 5).long()) == 5
-    policy.record(RoundRecord(8, True, 1, 1, 10, 1.0, 10.0, 0.1, 3, [1.0, 1.5], [1, 1]))
+    policy.record(RoundRecord(8, True, 1, 1, 10, 1.0, 10.0, 0.1, 3, 3, [1.0, 1.5], [1, 1]))
     assert not FixedBudget(1).should_draft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from machines import (
     flat,
     mixture,
     simulate,
+    simulate_calls,
 )
 
 from hf_treespec.budget import (
@@ -119,17 +121,41 @@ def test_a_machine_whose_shape_changes_is_followed() -> None:
     assert run.rate(500) >= 0.9 * best_rates(machine, HONEST, CONTEXT)["adaptive"]
 
 
-@pytest.mark.parametrize("batch", [2, 4])
-def test_batches_reach_the_best_fixed_number(batch: int) -> None:
-    def curve(rows: np.ndarray, context: int) -> np.ndarray:
-        return np.maximum(11.0, 4.0 + 0.15 * batch * rows)
+def rows_beside_each_other(batch: int, row_ms: float) -> Machine:
+    return Machine(lambda rows, context: 10.0 + row_ms * batch * rows, 4.0)
 
-    machine, rates = Machine(curve, 1.5), []
-    for seed in (1, 2, 3, 4):
-        controller = BudgetController(LatencyModel(DENSE))
-        run = simulate(controller, machine, OVERCONFIDENT, 500, context=CONTEXT, seed=seed, batch=batch, grows=False)
-        rates.append(run.rate(100) / batch)
-    assert np.mean(rates) >= 0.97 * best_rates(machine, OVERCONFIDENT, CONTEXT)["fixed"]
+
+@pytest.mark.parametrize("batch", [2, 8])
+@pytest.mark.parametrize("row_ms", [0.02, 0.15, 0.4], ids=["flat", "between", "steep"])
+def test_calls_of_several_rows_end_as_soon_as_any_fixed_number_lets_them(batch: int, row_ms: float) -> None:
+    machine = rows_beside_each_other(batch, row_ms)
+    fixed = [
+        np.mean(simulate_calls(FixedBudget(nodes), machine, OVERCONFIDENT, 30, batch)) for nodes in (1, 4, 8, 16, 32)
+    ]
+    spent = simulate_calls(BudgetController(LatencyModel(DENSE)), machine, OVERCONFIDENT, 40, batch)
+    assert np.mean(spent[10:]) <= min(fixed) / 0.96
+
+
+class MeanRow(BudgetController):
+    """Goes by the average row, as if calls did not have to wait for their slowest."""
+
+    def choose(
+        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+    ) -> int:
+        return super().choose(scores.mean(0, keepdim=True), None if depths is None else depths[:1])
+
+    def record(self, record: RoundRecord) -> None:
+        super().record(replace(record, progress=round(record.tokens / record.live)))
+
+
+def test_going_by_the_average_row_is_slower_than_plain_decoding() -> None:
+    """The negative control: what keeps the bound above is that the slowest row counts."""
+    machine = rows_beside_each_other(8, 0.15)
+    plain, mean = (
+        np.mean(simulate_calls(policy, machine, OVERCONFIDENT, 30, 8)[10:])
+        for policy in (FixedBudget(1), MeanRow(LatencyModel(DENSE)))
+    )
+    assert mean > 1.05 * plain
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.3])
@@ -248,6 +274,17 @@ def test_hopeless_sizes_are_left_out() -> None:
     assert 64 in calibrate({n: 10 + n / 8 for n in steep}, surrogate=[1.5] * 64)
 
 
+def test_measuring_everything_leaves_no_size_out() -> None:
+    controller = BudgetController(LatencyModel(DENSE))
+    first = long_run(controller, Machine(cpu, 20.0), POOR, rounds=40)
+    assert max(first.nodes) < 64
+    controller.measure_everything()
+    assert controller.calibrating
+    again = long_run(controller, Machine(cpu, 20.0), POOR, rounds=40)
+    assert {1, 2, 4, 8, 16, 32, 64} <= set(again.nodes)
+    assert not controller.calibrating
+
+
 def test_shorter_trees_end_a_calibration_too() -> None:
     small = Drafter(nodes=5)
     controller = BudgetController(LatencyModel(DENSE))
@@ -347,7 +384,7 @@ def offline(curve: Curve) -> LatencyModel:
 def test_bastion_stops_where_its_estimate_falls_and_truncates_down() -> None:
     drafter, model = Drafter(5, nodes=128), offline(cpu)
     policy = BastionPolicy(model, largest=128)
-    record = RoundRecord(32, True, 1, 1, CONTEXT, 20.0, 300.0, 5.0, 3, [1.0, 0.8], [1, 1])
+    record = RoundRecord(32, True, 1, 1, CONTEXT, 20.0, 300.0, 5.0, 3, 3, [1.0, 0.8], [1, 1])
     policy.record(record)
     verify_ms = model.curve(128, CONTEXT)
     for tree in range(20):
@@ -409,7 +446,7 @@ def test_the_quicker_attention_is_taken(factor: float) -> None:
         if turn >= 20 and nodes > 1:
             drafted.append(controller.split)
         record = RoundRecord(
-            nodes, nodes > 1, 1, 1, CONTEXT, 1.5 * (nodes > 1), ms, 0.3, 1, [], [], bool(controller.split)
+            nodes, nodes > 1, 1, 1, CONTEXT, 1.5 * (nodes > 1), ms, 0.3, 1, 1, [], [], bool(controller.split)
         )
         controller.record(record)
     assert not controller.calibrating

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Scripted(BudgetPolicy):
     def __init__(self, script: list[int]) -> None:
         self.script, self.limit = script, max(script)
         self.records: list[RoundRecord] = []
+        self.leads: list[Sequence[int] | None] = []
         self.asked = 0
 
     def should_draft(self) -> bool:
@@ -37,10 +38,13 @@ class Scripted(BudgetPolicy):
         self.asked += 1
         return self.script[(self.asked - 1) % len(self.script)] > 1
 
-    def choose(self, scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+    def choose(
+        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+    ) -> int:
         assert depths is not None
         assert scores.shape == depths.shape
         assert bool((scores[:, 0] == 1).all())
+        self.leads.append(leads)
         return min(self.script[(self.asked - 1) % len(self.script)], scores.shape[1])
 
     def record(self, record: RoundRecord) -> None:
@@ -103,8 +107,15 @@ def test_what_a_policy_is_told(rows: int, scripted: Any) -> None:
     assert len(records) == report.rounds
     # The prefill gives every row its first token.
     assert sum(record.tokens for record in records) + rows == report.tokens
+    # A row that stops early leaves the others to be waited for, so none comes on more than the call is long.
+    assert 29 <= sum(record.progress for record in records) <= report.tokens
+    for leads in policy.leads:
+        assert leads is not None
+        assert min(leads) == 0
+    assert any(leads and max(leads) > 0 for leads in policy.leads) == (rows > 1)
     context = inputs["input_ids"].shape[1]
     for record in records:
+        assert 1 <= record.progress <= record.tokens
         assert record.batch == rows
         assert record.verify_ms > 0
         assert record.other_ms > 0
@@ -147,9 +158,9 @@ def test_the_reason_is_that_of_the_choice(scripted: Any, monkeypatch: pytest.Mon
     policy = scripted([8])
     choose = policy.choose
 
-    def explained(scores: torch.Tensor, depths: torch.Tensor | None = None) -> int:
+    def explained(*arguments: Any) -> int:
         policy.reason = "said while choosing"
-        return choose(scores, depths)
+        return choose(*arguments)
 
     monkeypatch.setattr(policy, "choose", explained)
     *_, view = compare(target("qwen3"), prompt(), kind="half", max_new_tokens=20, **GREEDY)
