@@ -168,13 +168,9 @@ def test_projections_are_hooked_only_while_rows_pass() -> None:
         tuning.board(MaskRows(drafter.mask_embedding, node, node + 1, node, torch.arange(12)[None]))
         assert hook_count(model) > idle
         tuning.board(None)
-        counts = []
-        for _ in range(2):
-            model(**inputs)
-            counts.append(hook_count(model))
+        model(**inputs)
+        assert hook_count(model) == idle
     tuning.detach()
-    assert counts[0] > idle
-    assert counts[1] == idle
 
 
 def test_idle_hooks_change_no_bit() -> None:

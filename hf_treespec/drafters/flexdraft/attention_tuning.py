@@ -4,17 +4,16 @@ Mask rows enter at a decoder layer and pass it and all later ones. In each they 
 projections where the other rows, here called clean, take the target's; norms, MLP and everything else are shared. They
 see what the clean row they hang on sees, and their own group both ways; no clean row sees them.
 
-Only forward hooks are used: no module is replaced, no forward copied, no cache patched. Hooks act in the context that
-attached them alone, and there in forwards that mask rows ride in; every other forward passes through them untouched.
+Rows that ride are put in by forward hooks: no module is replaced, no forward copied, no cache patched. Hooks act in
+the context that attached them alone, and there in forwards that mask rows ride in; every other forward passes through
+them untouched. Rows that pass a layer alone take a view of it, which shares all but the projections.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +27,8 @@ from transformers import Cache, PreTrainedModel
 from ...attention.interface import ARMED, TreeAttention
 from ...attention.masks import LayerKind, layer_kinds
 from ...caches import TreeLayer, takes_trees
-from .layout import attention_of, decoder_of, is_linear, projections_of
+from .layer_view import LayerView, computing_as, row_axis, through
+from .layout import attention_of, decoder_of, projections_of
 from .mask_rows import MaskRows, Ride, RopeCall
 
 #: The tuning whose hooks act in this context: the last one attached.
@@ -95,15 +95,15 @@ class AttentionTuning:
         #: The target's projections, each with how mask rows compute it, and the hooks on them.
         self._projections: list[tuple[nn.Module, nn.Module]] = []
         self._projection_handles: list[Any] = []
-        #: Forwards since mask rows passed.
-        self._idle = 0
+        #: The layers as mask rows take them by themselves.
+        self._views: list[LayerView] = []
         self._before: AttentionTuning | None = None
         self._rope_calls: list[RopeCall] = []
         self._layer_calls: dict[int, _LayerCall] = {}
         self._ride: Ride | None = None
         #: Clean rows of the projections under way, and mask rows; None = all rows are clean.
         self._routing: tuple[int, int] | None = None
-        self._tail: tuple[int, int, torch.Tensor] | None = None
+        self._tail: tuple[int, torch.Tensor] | None = None
         self._armed: TreeAttention | None = None
         self._cache: weakref.ref[Cache] | None = None
         self.positions: torch.Tensor | None = None
@@ -127,8 +127,12 @@ class AttentionTuning:
                 )
                 tuned = self._tuned[index].self_attn
                 assert isinstance(tuned, nn.Module)
-                for name, base in projections_of(attention_of(layer)).items():
-                    self._projections.append((base, _computing_as(base, tuned.get_submodule(name))))
+                own = {
+                    name: computing_as(base, tuned.get_submodule(name))
+                    for name, base in projections_of(attention_of(layer)).items()
+                }
+                self._projections += [(base, own[name]) for name, base in projections_of(attention_of(layer)).items()]
+                self._views.append(LayerView(layer, own))
         except BaseException:
             self.detach()
             raise
@@ -141,7 +145,7 @@ class AttentionTuning:
         self._leave_projections()
         for handle in self._handles:
             handle.remove()
-        self._handles, self._projections = [], []
+        self._handles, self._projections, self._views = [], [], []
         self._ride = self._routing = self._tail = self.hidden = self.positions = None
         self._rope_calls = []
         self._layer_calls = {}
@@ -150,8 +154,7 @@ class AttentionTuning:
         self._before = None
 
     def _reach_projections(self) -> None:
-        """Hooks the projections, which only mask rows need: there are many, and every hook costs every forward."""
-        self._idle = 0
+        """Hooks the projections, which only riding rows need: there are many, and every hook costs every forward."""
         if self._projection_handles:
             return
         for base, own in self._projections:
@@ -168,7 +171,7 @@ class AttentionTuning:
     def board(self, rows: MaskRows | None) -> None:
         """Lets rows ride in the next forward of the target in this context; None = let nothing ride."""
         self._ride = None if rows is None else Ride(rows)
-        if rows is not None:
+        if rows is not None and self._variant == "joint":
             self._reach_projections()
         self._routing = self.hidden = None
 
@@ -219,29 +222,23 @@ class AttentionTuning:
             States behind the last layer, before the final norm, `[B, M, H]`.
         """
         hidden, cache = embeddings, self.cache
+        assert cache is not None
         angles: list[tuple[RopeCall, tuple[torch.Tensor, ...]]] = []
-        self._reach_projections()
-        self._routing = (0, embeddings.shape[1])
-        try:
-            for index, (layer, kind) in enumerate(zip(self._layers, self.kinds, strict=True)):
-                call = self._layer_calls[index]
-                found = next((known for rope, known in angles if rope is call.rope), None)
-                if found is None:
-                    found = call.rope.at(positions, hidden)
-                    angles.append((call.rope, found))
-                kwargs = {
-                    **call.kwargs,
-                    call.cache_name: cache,
-                    "attention_mask": masks[kind],
-                    "position_embeddings": found,
-                }
-                if call.has_positions:
-                    kwargs["position_ids"] = positions if positions.ndim == 2 else positions[0]
-                # The forward itself: a call would run the hooks for clean rows.
-                output = layer.forward(hidden, **kwargs)
-                hidden = output[0] if isinstance(output, tuple) else output
-        finally:
-            self._routing = None
+        for index, (view, kind) in enumerate(zip(self._views, self.kinds, strict=True)):
+            call = self._layer_calls[index]
+            found = next((known for rope, known in angles if rope is call.rope), None)
+            if found is None:
+                found = call.rope.at(positions, hidden)
+                angles.append((call.rope, found))
+            kwargs = {
+                **call.kwargs,
+                call.cache_name: cache,
+                "attention_mask": masks[kind],
+                "position_embeddings": found,
+            }
+            if call.has_positions:
+                kwargs["position_ids"] = positions if positions.ndim == 2 else positions[0]
+            hidden = view(hidden, kwargs, cache.layers[self._first + index].keys.device)
         return hidden
 
     # Hooks
@@ -260,9 +257,7 @@ class AttentionTuning:
         self._note_call(index, kwargs)
         ride = self._ride
         if ride is None:
-            # Not after the first forward without rows: sequential drafting comes between two of them.
-            self._idle += index == 0
-            if self._idle > 1 and self._projection_handles:
+            if self._projection_handles:
                 self._leave_projections()
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -348,36 +343,32 @@ class AttentionTuning:
         if kwargs.get("position_ids") is not None:
             assert ride.positions is not None
             kwargs["position_ids"] = ride.positions if ride.positions.ndim == 2 else ride.positions[0]
-        clean = mask.shape[2]
-        self._routing = (0, ride.count)
+        clean, cached = mask.shape[2], self._cached(layer, kwargs)
+        assert cached is not None
         self._widen_attention(index, clean + ride.count, clean)
         try:
-            output = layer.forward(ride.hidden, **kwargs)
+            ride.hidden = self._views[index](ride.hidden, kwargs, cached.keys.device)
         finally:
-            self._routing = None
             self._narrow_attention()
-        ride.hidden = output[0] if isinstance(output, tuple) else output
 
     def _cut(self, base: nn.Module, args: Any) -> Any:
-        """Leaves a projection of the target its clean rows; of none it is given one, whose result is dropped."""
+        """Leaves a projection of the target its clean rows."""
         if self._routing is None or _IN_FORCE.get() is not self:
             return None
         (states,) = args
         clean, count = self._routing
-        axis = _row_axis(states, clean + count)
+        axis = row_axis(states, clean + count)
         # A latent projection runs over what is cached, too: its clean rows are all but the last.
         before = states.shape[axis] - count
-        self._tail = axis, before, states.narrow(axis, before, count)
-        return (states.narrow(axis, 0, max(before, 1)),)
+        self._tail = axis, states.narrow(axis, before, count)
+        return (states.narrow(axis, 0, before),)
 
     def _join(self, own: nn.Module, base: nn.Module, args: Any, output: torch.Tensor) -> Any:
         if self._routing is None or _IN_FORCE.get() is not self:
             return None
         assert self._tail is not None
-        (axis, before, rows), self._tail = self._tail, None
-        weight = next(own.parameters())
-        routed = own(rows.to(weight.device, weight.dtype)).to(output.device, output.dtype)
-        return torch.cat([output, routed], axis) if before else routed
+        (axis, rows), self._tail = self._tail, None
+        return torch.cat([output, through(own, rows).to(output)], axis)
 
     # Particulars
 
@@ -450,23 +441,3 @@ def _behind(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """`[…, N, D]` and `[…, M, D]` as `[…, N + M, D]`; the leading dimensions broadcast."""
     lead = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
     return torch.cat([part.expand(*lead, *part.shape[-2:]) for part in (first, second.to(first))], -2)
-
-
-def _row_axis(states: torch.Tensor, rows: int) -> int:
-    """The axis of the rows in what a projection or norm is given: `[B, T, …]` or `[B, heads, T, D]`."""
-    if states.ndim == 3:
-        return 1
-    # More than all rows: cached ones come first.
-    return min((axis for axis in (1, 2) if states.shape[axis] >= rows), key=lambda axis: states.shape[axis])
-
-
-def _computing_as(base: nn.Module, tuned: nn.Module) -> nn.Module:
-    """A tuned module that computes as the target's does, on the drafter's own parameters."""
-    if isinstance(tuned, nn.Linear) and is_linear(base):
-        return tuned
-    own = copy.copy(base)
-    own._parameters = OrderedDict(tuned.named_parameters(recurse=False))
-    own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()
-    # A forward that was put on the target's module itself (accelerate does) computes on that module's parameters.
-    own.__dict__.pop("forward", None)
-    return own
