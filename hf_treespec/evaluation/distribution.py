@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..drafters.base import BlockDrafter
 from ..drafters.dflash import DFlashDrafter
 from ..training.agreement import ANCHORS_AT_ONCE, DepthAgreement, depth_agreement
 from ..training.blocks import block_states
@@ -86,7 +87,7 @@ class Distributions:
 
 
 def measure(
-    drafter: DFlashDrafter,
+    drafter: BlockDrafter,
     target: PreTrainedModel,
     sequences: torch.Tensor,
     prompt_length: int,
@@ -100,6 +101,7 @@ def measure(
     """Measures a drafter on text of its target.
 
     Args:
+        drafter: A drafter that drafts from features alone, or inside the target (FlexDraft).
         sequences: Prompts and the target's continuations, sampled at `temperature`, long `[n, L]`.
         prompt_length: Position of the first anchor.
         temperature: Temperature of the target's distribution.
@@ -119,7 +121,7 @@ def measure(
 
 @torch.no_grad()
 def child_accuracy(
-    drafter: DFlashDrafter,
+    drafter: BlockDrafter,
     target: PreTrainedModel,
     sequences: torch.Tensor,
     prompt_length: int,
@@ -134,12 +136,19 @@ def child_accuracy(
     """
     counts = torch.zeros(2, 4, dtype=torch.long)
     for batch in sequences.split(batch_size):
-        spines = marginal_spines(drafter, target, batch, prompt_length, stride)
+        spines: torch.Tensor | None = None
         texts = batch.cpu()
         drafts = lattices_along(drafter, target, batch, prompt_length, width=max(1, nodes - 1), stride=stride)
         for place, (anchor, lattice, _) in enumerate(drafts):
+            if lattice.tokens.shape[2] == 1:
+                spine = lattice.tokens[:, :, 0, 0]  # marginals are all it holds
+            else:
+                assert isinstance(drafter, DFlashDrafter)
+                if spines is None:
+                    spines = marginal_spines(drafter, target, batch, prompt_length, stride)
+                spine = spines[:, place]
             tree = expand(lattice, texts[:, anchor], nodes)
-            counts += _events(lattice, tree, texts[:, anchor + 1 :], spines[:, place])
+            counts += _events(lattice, tree, texts[:, anchor + 1 :], spine)
     on, off = (ChildAccuracy(*row) for row in counts.tolist())
     return on, off
 

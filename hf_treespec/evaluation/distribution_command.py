@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafters.base import BlockDrafter
 from ..drafters.dflash import DFlashDrafter
+from ..drafters.flexdraft import FlexDraftDrafter
 from ..training.continuations import sample_continuations
 from .distribution import ENOUGH, measure
 from .encoding import encode_turns
@@ -54,7 +55,7 @@ def run_distribution(
         from .plots import plot_children, plot_coverage, plot_distances
     for name, drafter in drafters.items():
         drafter.check_target(target)
-        if not isinstance(drafter, DFlashDrafter):
+        if not isinstance(drafter, (DFlashDrafter, FlexDraftDrafter)):
             raise ValueError(f"{name} is a {type(drafter).__name__}, whose distributions stand on no text alone.")
     sets = [load_prompt_set(name, prompts, seed) for name in data]
     rows = encode(sets, tokenizer, prompt_length).to(target.device)
@@ -63,7 +64,6 @@ def run_distribution(
         texts = sample_continuations(target, rows, new_tokens, temperature=temperature, generator=generator)
     found: dict[str, Any] = {}
     for name, drafter in drafters.items():
-        assert isinstance(drafter, DFlashDrafter)
         with console.status(f"measuring {name}"):
             found[name] = measure(
                 drafter, target, texts, prompt_length, temperature=temperature, nodes=nodes, stride=stride

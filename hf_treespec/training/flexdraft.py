@@ -110,6 +110,7 @@ def train_flexdraft(
     temperature: float = 1.0,
     gamma: Gamma = "paper",
     calibration_steps: int | None = None,
+    calibration_batch_size: int | None = None,
     calibration_learning_rate: float = 3e-3,
     **run: Any,
 ) -> dict[str, float]:
@@ -125,6 +126,8 @@ def train_flexdraft(
         gamma: Decay of the weights along a block, as DFlash has it; None = none.
         calibration_steps: Steps of the calibration; None = a quarter of `max_steps`. A drafter without a calibration
             trains its attention alone.
+        calibration_batch_size: Sequences a step of it; None = four times `batch_size`. Without gradients through the
+            target they are cheap, and steps over few texts, hence few different bonus tokens, teach it little.
         calibration_learning_rate: Its peak, by AdamW whatever trains the attention: the calibration's few tensors take
             larger steps than a whole model.
         run: Fields of `RunSettings`; `prompt_length` is required.
@@ -145,7 +148,11 @@ def train_flexdraft(
                 metrics = {name.replace("eval_", "eval_attention_"): value for name, value in metrics.items()}
                 steps = calibration_steps or max(1, settings.max_steps // 4)
                 settings = replace(
-                    settings, max_steps=steps, optimizer="adamw", learning_rate=calibration_learning_rate
+                    settings,
+                    max_steps=steps,
+                    batch_size=calibration_batch_size or 4 * settings.batch_size,
+                    optimizer="adamw",
+                    learning_rate=calibration_learning_rate,
                 )
             objective = FlexDraftObjective(drafter, target, part=part, **options)
             found = distill(objective, sequences, held_out, Path(output_dir) / part, settings)

@@ -12,11 +12,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "drafters"))
 
 from dflash_models import BLOCK, VOCAB, fused_features, state, tiny_drafter, tiny_target
+from flexdraft_models import tiny_flexdraft
 
 from hf_treespec.drafters.dflash import DFlashDrafter
 from hf_treespec.drafters.treeflash import TreeFlashDrafter
 from hf_treespec.evaluation.distribution import child_accuracy, marginal_spines, measure
 from hf_treespec.training.continuations import sample_continuations
+from hf_treespec.training.lattices import lattices_along
 from hf_treespec.trees import expand
 
 PROMPT, NODES = 6, 12
@@ -122,3 +124,25 @@ def test_results_are_json(drafter: DFlashDrafter):
     assert set(found["coverage"]) == {"1", "5", "16"}
     assert len(found["total_variation"]) == BLOCK - 1
     assert found["child_accuracy"]["on_spine"]["events"] > 0
+
+
+@torch.no_grad()
+def test_a_drafter_inside_its_target_is_measured_alike():
+    target, tokens = tiny_target(), texts(2)
+    drafter = tiny_flexdraft(target)
+    found = measure(drafter, target, tokens, PROMPT, temperature=0.3, ranks=(1, 4), nodes=NODES, stride=3)
+    wanted = (target(tokens).logits / 0.3).softmax(-1)
+    distances, covered = [], []
+    # Whole distributions: as many children as the vocabulary has tokens.
+    for anchor, lattice, _ in lattices_along(drafter, target, tokens, PROMPT, width=VOCAB, stride=3):
+        best = lattice.tokens[:, :, 0]
+        truth = wanted[:, anchor : anchor + best.shape[1]].gather(-1, best)
+        distances.append((lattice.log_probs[:, :, 0].exp() - truth).abs().sum(-1).mean(0) / 2)
+        covered.append(truth[..., :4].sum(-1).mean(0))
+    assert found.depths.blocks == 2 * len(distances)
+    assert found.depths.total_variation == pytest.approx(torch.stack(distances).mean(0).tolist(), abs=1e-5)
+    assert found.depths.coverage[4] == pytest.approx(torch.stack(covered).mean(0).tolist(), abs=1e-5)
+    # Its depths do not look at each other: the best child is the spine's next token.
+    for side in (found.on_spine, found.off_spine):
+        assert side.events > 0
+        assert side.hits == side.marginal_hits
