@@ -22,11 +22,9 @@ class Calibration:
     Args:
         largest: Most rows a round may verify.
         splits: Kinds of attention that the device has, the usual one first: whether each is split.
-        thorough: Whether sizes that cannot pay are measured, too.
     """
 
-    def __init__(self, largest: int, splits: Sequence[bool] = (False,), *, thorough: bool = False) -> None:
-        self._thorough = thorough
+    def __init__(self, largest: int, splits: Sequence[bool] = (False,)) -> None:
         sizes = [size for size in _SIZES if size <= largest]
         # Of each forward: rows, and whether attention is split.
         self._queue = [(size, splits[0]) for size in sizes for _ in range(_FORWARDS)]
@@ -59,7 +57,7 @@ class Calibration:
             self.points.remove(kept[0])
             point = min(point, kept[0], key=lambda p: p.ms)
         self.points.append(point)
-        if surrogate and not self._thorough and done not in self._queue:
+        if surrogate and done not in self._queue:
             self._leave_out(surrogate)
 
     def _leave_out(self, surrogate: Sequence[float]) -> None:

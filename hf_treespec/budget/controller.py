@@ -116,11 +116,6 @@ class BudgetController(BudgetPolicy):
         """Whether the target is still being measured."""
         return self._calibration is not None
 
-    def measure_everything(self) -> None:
-        """Measures the target anew, sizes that cannot pay too: for calibrating ahead of use, which has the time."""
-        self._calibration = Calibration(self.limit, self._splits, thorough=True)
-        self._seen.clear()
-
     @property
     def patience(self) -> int:
         """Several rounds at once, where none of them alone will change what is decided."""

@@ -1,10 +1,14 @@
 """What a roofline does not say of a forward, learned from forwards: a Kalman filter over sizes and time.
 
-`log T = log roofline + r_k(N·b) + d`. The residual `r_k` of a kind of attention k holds the steps of real kernels: a
-Wiener process over log₂ N·b, kept at knots and linear between. The drift `d`, a random walk, is the machine that
-gets slower or faster. What is wrong with a prediction is shared out by how little is known of each: a machine that
-wanders for some seconds moves the drift and leaves the sizes' order alone. Noise is Student's t: a forward far off the
-prediction says little, unless others bear it out.
+`log T = log roofline + s·x + r_k(N·b) + d`. The residual `r_k` of a kind of attention k holds the steps of real
+kernels: a Wiener process over log₂ N·b, kept at knots and linear between. With x the roofline's log of how much longer
+a forward takes than at the context it was fitted at, `s` is what has to be added for what really is so: attention
+reaches another share of the device's peak than the layers around it. The drift `d`, a random walk, is the machine that
+gets slower or faster.
+
+What is wrong with a prediction is shared out by how little is known of each: a machine that wanders for some seconds
+moves the drift and leaves the sizes' order alone. Noise is Student's t: a forward far off the prediction says little,
+unless others bear it out.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ _LOG_KNOTS = np.log2(_KNOTS)
 #: products of matrices take the place of those with vectors; of what one row more than a power of 2 adds; and of what
 #: an octave adds beside.
 _LEVEL, _FIRST_STEP, _TURN_STEP, _STEP = 0.3, 0.5, 0.2, 0.1
+#: Standard deviation of `s`: its usual values lie between −1, contexts cost nothing, and 1, twice as much as said.
+_CONTEXT = 0.5
 #: Standard deviation of a forward, in log: of a calibration's, the quickest of its size, and of a round's.
 CALIBRATION_NOISE, ROUND_NOISE = 0.05, 0.1
 #: Degrees of freedom of Student's t: of a calibration's forwards, which are no outliers, and of a round's.
@@ -35,6 +41,8 @@ _SURPRISE = 2.5
 _DRIFT_STEP, _KNOT_STEP = 0.02, 0.001
 #: How well a stored drift is known in another process, in log.
 _STORED_DRIFT = 0.3
+#: Places of the state before the knots.
+_SHARED = 2
 #: Standard deviation below which a size is known, in log.
 _KNOWN = 0.06
 
@@ -49,8 +57,8 @@ class Corrections:
     def __init__(self, spread: float = 1.0) -> None:
         self._prior = spread**2 * _prior()
         self._kinds: list[bool] = []
-        # Of the drift, then of the knots of each kind of attention.
-        self._mean, self._covariance = np.zeros(1), np.zeros((1, 1))
+        # Of the drift, of the share of longer contexts, then of the knots of each kind of attention.
+        self._mean, self._covariance = np.zeros(_SHARED), np.diag([0.0, _CONTEXT**2])
         self._errors: dict[tuple[bool, int], float] = {}  # the last of each kind of attention and N·b
 
     @property
@@ -63,6 +71,11 @@ class Corrections:
         """Log of how many times slower the machine is than when it was measured first."""
         return float(self._mean[0])
 
+    @property
+    def context(self) -> float:
+        """What has to be added to 1 for the share that comes true of what the roofline says of longer contexts."""
+        return float(self._mean[1])
+
     def residuals(self, split: bool, sizes: Array) -> Array:
         """Residuals at log₂ N·b, of the usual kind of attention where this one was never measured."""
         return np.interp(sizes, _LOG_KNOTS, self._mean[self._knots(split)])
@@ -70,10 +83,16 @@ class Corrections:
     def known(self, split: bool, rows: int) -> bool:
         """Whether what is uncertain of a size N·b is less than what matters."""
         places, weights = self._read(split, rows)
-        return self._covered(places[1:], weights[1:])[1] < _KNOWN**2
+        return self._covered(places[_SHARED:], weights[_SHARED:])[1] < _KNOWN**2
 
     def observe(
-        self, split: bool, rows: int, log: float, noise: float = ROUND_NOISE, freedom: float = _FREEDOM
+        self,
+        split: bool,
+        rows: int,
+        log: float,
+        longer: float = 0.0,
+        noise: float = ROUND_NOISE,
+        freedom: float = _FREEDOM,
     ) -> None:
         """Learns from a forward.
 
@@ -81,18 +100,19 @@ class Corrections:
             split: Its kind of attention.
             rows: N·b.
             log: Log of its time over the roofline's prediction.
+            longer: x, the log of that prediction over the one at the context of the fit.
             noise: Standard deviation of that.
             freedom: Degrees of freedom of Student's t; the more, the less an error is taken for an outlier.
         """
         if split not in self._kinds:
             self._add(split)
-        places, weights = self._read(split, rows)
+        places, weights = self._read(split, rows, longer)
         error = log - float(weights @ self._mean[places])
         lasting = self._lasting(split, rows, error)
         covered, expected = self._covered(places, weights)
         if lasting > _SURPRISE * math.sqrt(expected + noise**2):
             # Either the machine or this size has changed: what other sizes take will tell.
-            self._covariance[places, places] += weights * lasting**2
+            self._covariance[places, places] += np.abs(weights) * lasting**2
             covered, expected = self._covered(places, weights)
         surprise = error**2 / (expected + noise**2)
         variance = expected + noise**2 * max((freedom + surprise) / (freedom + 1), 1.0)
@@ -114,7 +134,11 @@ class Corrections:
         """Lets a round go by, after which less is certain."""
         self._covariance[0, 0] += _DRIFT_STEP**2
         diagonal = self._covariance.reshape(-1)[:: len(self._mean) + 1]
-        diagonal[1:] += _KNOT_STEP**2
+        diagonal[_SHARED:] += _KNOT_STEP**2
+
+    def to_pair(self) -> list[float]:
+        """Mean and standard deviation of `s`."""
+        return [round(self.context, 5), round(float(np.sqrt(max(self._covariance[1, 1], 0.0))), 5)]
 
     def to_list(self) -> list[dict[str, Any]]:
         """Mean and standard deviation of each kind's residuals, as JSON holds them."""
@@ -132,8 +156,8 @@ class Corrections:
             for split in self._kinds
         ]
 
-    def load(self, drift: float, kinds: list[dict[str, Any]]) -> None:
-        """Goes on from `drift` and what `to_list` returned: how sizes hang together is as it was at first.
+    def load(self, drift: float, context: tuple[float, float], kinds: list[dict[str, Any]]) -> None:
+        """Goes on from `drift`, `to_pair` and what `to_list` returned: how sizes hang together is as it was at first.
 
         Raises:
             KeyError, TypeError, ValueError: `kinds` is no such list.
@@ -148,8 +172,8 @@ class Corrections:
             self._mean[block] = means
             self._covariance[block, :] = self._covariance[:, block] = 0.0
             self._covariance[block, block] = self._prior * np.outer(scale, scale)
-        self._mean[0] = drift
-        self._covariance[0, 0] = _STORED_DRIFT**2
+        self._mean[:_SHARED] = drift, context[0]
+        self._covariance[0, 0], self._covariance[1, 1] = _STORED_DRIFT**2, context[1] ** 2
 
     def _add(self, split: bool) -> None:
         """Takes up a kind of attention: the first is as the roofline has it, another as the usual one, and its own."""
@@ -168,14 +192,14 @@ class Corrections:
 
     def _knots(self, split: bool) -> slice:
         """Places of the knots of a kind of attention, the usual one where it was never measured."""
-        start = 1 + len(_KNOTS) * (self._kinds.index(split) if split in self._kinds else 0)
+        start = _SHARED + len(_KNOTS) * (self._kinds.index(split) if split in self._kinds else 0)
         return slice(start, start + len(_KNOTS))
 
-    def _read(self, split: bool, rows: int) -> tuple[npt.NDArray[np.intp], Array]:
+    def _read(self, split: bool, rows: int, longer: float = 0.0) -> tuple[npt.NDArray[np.intp], Array]:
         """Places in the state, and their weights, that the factor of N·b is the sum of."""
         left, share = _between(rows)
         start = self._knots(split).start + left
-        return np.array([0, start, start + 1]), np.array([1.0, 1.0 - share, share])
+        return np.array([0, 1, start, start + 1]), np.array([1.0, longer, 1.0 - share, share])
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """How long the target takes to verify N nodes: a roofline, and what it cannot say.
 
 `T(N, c, b) = max(α_c·FLOPs/peak + β_c, α_m·bytes/bandwidth + β_m) · residual(N·b) · slowdown`. The roofline carries
-measurements over to other contexts and sizes (BASTION, arXiv 2605.29727); `corrections` keeps the rest.
+measurements over to other contexts and sizes (BASTION, arXiv 2605.29727); `corrections` keeps the rest, and how much
+of what it says of longer contexts comes true.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class LatencyModel:
         self.peak = peak or DevicePeak(1e12, 1e11)
         self.online = online
         self._roofline: _Roofline | None = None
+        self._fitted_context = 0
         self._start()
 
     def _start(self) -> None:
@@ -97,9 +99,10 @@ class LatencyModel:
         fitted = [point for point in usable if point.split == usual]
         compute, memory = np.array([self._ideal_at(p.rows, p.context, p.batch) for p in fitted]).T
         self._roofline = _Roofline(*_fit_roofline(compute, memory, np.array([point.ms for point in fitted])))
+        self._fitted_context = _bucket(sorted(point.context for point in fitted)[len(fitted) // 2])
         for point in usable:
-            size, log = point.rows * point.batch, self._log_ratio(point)
-            self._corrections.observe(point.split, size, log, CALIBRATION_NOISE, CALIBRATION_FREEDOM)
+            size, ratio = point.rows * point.batch, self._log_ratio(point)
+            self._corrections.observe(point.split, size, *ratio, CALIBRATION_NOISE, CALIBRATION_FREEDOM)
 
     def curve(self, largest: int, context: int, batch: int = 1, split: bool | None = None) -> Array:
         """Milliseconds at N = 1 … `largest`, non-decreasing, float64 `[largest]`.
@@ -158,7 +161,7 @@ class LatencyModel:
             self.fit([point])
             return
         self._corrections.pass_time()
-        self._corrections.observe(split, rows * batch, self._log_ratio(point))
+        self._corrections.observe(split, rows * batch, *self._log_ratio(point))
         self._curves.clear()
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,6 +170,7 @@ class LatencyModel:
             "peak": [self.peak.flops_per_second, self.peak.bytes_per_second],
             "roofline": None if self._roofline is None else vars(self._roofline),
             "drift": self._corrections.drift,
+            "context": [self._fitted_context, *self._corrections.to_pair()],
             "kinds": self._corrections.to_list(),
         }
 
@@ -186,18 +190,26 @@ class LatencyModel:
         if data["roofline"] is not None:
             branches = ((_finite(a), _finite(b)) for a, b in (data["roofline"][n] for n in ("compute", "memory")))
             model._roofline = _Roofline(*branches)
-            model._corrections.load(_finite(data["drift"]), data["kinds"])
+            fitted, *share = map(_finite, data["context"])
+            model._fitted_context = int(fitted)
+            model._corrections.load(_finite(data["drift"]), (share[0], share[1]), data["kinds"])
         return model
 
     def _compute_curve(self, size: int, context: int, batch: int, split: bool) -> Array:
-        logs = self._base(size, context, batch) + self._corrections.residuals(split, _log_sizes(size, batch))
+        base, longer = self._base(size, context, batch), self._longer(size, context, batch)
+        logs = base + self._corrections.context * longer + self._corrections.residuals(split, _log_sizes(size, batch))
         # Noise may order sizes wrongly: halfway between the least curve above and the largest below.
         above, below = np.maximum.accumulate(logs), np.minimum.accumulate(logs[::-1])[::-1]
         return np.asarray(np.exp((above + below) / 2))
 
-    def _log_ratio(self, point: LatencyPoint) -> float:
-        base = self._base(_size(point.rows), _bucket(point.context), point.batch)
-        return math.log(point.ms) - float(base[point.rows - 1])
+    def _log_ratio(self, point: LatencyPoint) -> tuple[float, float]:
+        """Log of a forward's time over the roofline's, and of that over the roofline's at the context of the fit."""
+        key = _size(point.rows), _bucket(point.context), point.batch
+        base, longer = self._base(*key)[point.rows - 1], self._longer(*key)[point.rows - 1]
+        return math.log(point.ms) - float(base), float(longer)
+
+    def _longer(self, size: int, context: int, batch: int) -> Array:
+        return np.asarray(self._base(size, context, batch) - self._base(size, self._fitted_context, batch))
 
     def _base(self, size: int, context: int, batch: int) -> Array:
         key = (size, context, batch)
@@ -240,18 +252,20 @@ def _fit_roofline(compute: Array, memory: Array, measured: Array) -> tuple[tuple
     """(α, β) ≥ 0 of both branches, with the least relative error of their maximum.
 
     Points in order of size are divided into those that memory bounds and those that compute bounds; each division's
-    branches have a closed form, and the best division wins.
+    branches have a closed form, and the best division wins: one branch for all where two are better by noise only.
     """
     order = np.argsort(compute / np.maximum(memory, 1e-12), kind="stable")
     compute, memory, measured = compute[order], memory[order], measured[order]
-    best, least = ((0.0, 0.0), (0.0, 0.0)), math.inf
-    for cut in range(len(measured) + 1):
+
+    def divided(cut: int) -> tuple[float, tuple[tuple[float, float], tuple[float, float]]]:
+        """The squared error where memory bounds the first `cut` points, and the branches."""
         low, high = _fit_branch(memory[:cut], measured[:cut]), _fit_branch(compute[cut:], measured[cut:])
         bound = np.maximum(low[0] * memory + low[1], high[0] * compute + high[1])
-        loss = float(np.square(bound / measured - 1).sum())
-        if loss < least * (1 - 1e-9):
-            best, least = (high, low), loss
-    return best
+        return float(np.square(bound / measured - 1).sum()), (high, low)
+
+    one = min(divided(0), divided(len(measured)))
+    two = min((divided(cut) for cut in range(1, len(measured))), default=one)
+    return two[1] if two[0] < one[0] - CALIBRATION_NOISE**2 else one[1]
 
 
 def _fit_branch(ideal: Array, measured: Array) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 #: Version of the files' format.
-FORMAT = 2
+FORMAT = 3
 #: Seconds after which a profile is measured again: drivers, clocks and neighbours change.
 MAX_AGE = 90 * 24 * 3600
 _ENVIRONMENT = "HF_TREESPEC_PROFILES"

@@ -20,11 +20,13 @@ from ..configuration import TreeSpecConfig
 from ..decoding import budgets
 from ..drafters.base import BlockDrafter
 
-#: Rows measured: those that calibration tries on its own, and others between and beyond them.
+#: Rows that predictions are checked at: those that are fitted, and others between them.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 #: Fewest forwards that a median is taken of: of one or two, a single slow one would decide.
 LEAST_ROUNDS = 3
 _WARM_UP_ROUNDS = 2
+#: Rows measured ahead of use, and how many times longer the second context is that they are measured behind.
+_FITTED, _LONGER = (1, 2, 4, 8, 16, 32, 64, 128), 6
 #: Blocks of text that a call of a turn decodes.
 _TURN_ROUNDS = 4
 
@@ -45,28 +47,37 @@ class Check:
 
 
 def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 64, again: bool = False) -> Path:
-    """Decodes until the pair's latencies are known and stored, of every size: a first use leaves out what cannot pay.
+    """Measures and stores a pair's latencies.
+
+    A first use leaves out sizes that cannot pay, and other contexts; here there is the time for them.
 
     Args:
-        context: Length of the prompt.
+        context: Length of the shorter prompt that sizes are measured behind.
         again: Whether to forget what is known already.
 
     Returns:
         The profile's file.
     """
     view = drafter.with_options(budget="auto")
-    path = ProfileStore().path(budgets.profile_key(target, view, DynamicCache()))
+    key, store = budgets.profile_key(target, view, DynamicCache()), ProfileStore()
+    path = store.path(key)
     if again:
         budgets.forget(view)
         path.unlink(missing_ok=True)
-    if not path.exists():
-        with lent_controller(target, view) as controller:
-            controller.measure_everything()
+    if path.exists():
+        return path
     for _ in range(8):
         _generate(target, view, context, 32)
         with lent_controller(target, view) as controller:
             if not controller.calibrating:
                 break
+    with lent_controller(target, view) as controller:
+        for _ in range(LEAST_ROUNDS):
+            for behind in (context, _LONGER * context):
+                for size in (size for size in _FITTED if size <= controller.limit):
+                    for ms in _verify_ms(target, view, behind, size):
+                        controller.latency.update(size, behind, 1, ms)
+        store.save(key, controller.profile())
     return path
 
 

@@ -274,17 +274,6 @@ def test_hopeless_sizes_are_left_out() -> None:
     assert 64 in calibrate({n: 10 + n / 8 for n in steep}, surrogate=[1.5] * 64)
 
 
-def test_measuring_everything_leaves_no_size_out() -> None:
-    controller = BudgetController(LatencyModel(DENSE))
-    first = long_run(controller, Machine(cpu, 20.0), POOR, rounds=40)
-    assert max(first.nodes) < 64
-    controller.measure_everything()
-    assert controller.calibrating
-    again = long_run(controller, Machine(cpu, 20.0), POOR, rounds=40)
-    assert {1, 2, 4, 8, 16, 32, 64} <= set(again.nodes)
-    assert not controller.calibrating
-
-
 def test_shorter_trees_end_a_calibration_too() -> None:
     small = Drafter(nodes=5)
     controller = BudgetController(LatencyModel(DENSE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,6 +101,27 @@ def test_a_drift_is_followed_everywhere() -> None:
     after = model.curve(64, 128)
     np.testing.assert_allclose(after[[7, 15, 31]], 2 * before[[7, 15, 31]], rtol=0.1)
     np.testing.assert_allclose(after[[0, 1, 63]], 2 * before[[0, 1, 63]], rtol=0.25)  # never seen since
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0, 1.8])
+def test_what_longer_contexts_cost_is_learned(share: float) -> None:
+    workload = replace(DENSE, attention=(AttentionLayers(28, None, 8192.0, 4096.0),))
+
+    def real(rows: int, context: int) -> float:
+        """A machine on which attention costs another share of what the roofline says than the rest does."""
+        said = [float(workload.flops(float(rows), columns, 1)) for columns in (128, context)]
+        return 10.0 + 2e-9 * (said[0] + share * (said[1] - said[0]))
+
+    model, draw = LatencyModel(workload, PEAK), np.random.default_rng(0)
+    model.fit([LatencyPoint(n, 128, 1, real(n, 128)) for n in SIZES])
+    for turn in range(60):
+        n, context = int(draw.choice([1, 4, 16, 64])), (128, 4096)[turn % 2]
+        model.update(n, context, 1, real(n, context) * float(np.exp(0.03 * draw.standard_normal())))
+    for n in (1, 6, 16, 48, 64):
+        assert model.predict(n, 4096) == pytest.approx(real(n, 4096), rel=0.15)
+        assert model.predict(n, 128) == pytest.approx(real(n, 128), rel=0.1)
+    again = LatencyModel.from_dict(json.loads(json.dumps(model.to_dict())), workload)
+    assert again.predict(48, 4096) == pytest.approx(model.predict(48, 4096), rel=1e-3)
 
 
 def test_a_lone_outlier_moves_nothing() -> None:
