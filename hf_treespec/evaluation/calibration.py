@@ -27,8 +27,8 @@ LEAST_ROUNDS = 3
 _WARM_UP_ROUNDS = 2
 #: Rows measured ahead of use, and how many times longer the second context is that they are measured behind.
 _FITTED, _LONGER = (1, 2, 4, 8, 16, 32, 64, 128), 6
-#: Blocks of text that a call of a turn decodes.
-_TURN_ROUNDS = 4
+#: Blocks of text that a call decodes, when sizes are fitted and when they are checked.
+_FIT_BLOCKS, _CHECK_BLOCKS = 2, 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 
         for _ in range(LEAST_ROUNDS):
             for behind in (context, _LONGER * context):
                 for size in (size for size in _FITTED if size <= controller.limit):
-                    for ms in _verify_ms(target, view, behind, size):
+                    for ms in _verify_ms(target, view, behind, size, _FIT_BLOCKS):
                         controller.latency.update(size, behind, 1, ms)
         store.save(key, controller.profile())
     return path
@@ -102,11 +102,13 @@ def check(
     for context in contexts:
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for _ in range(rounds):
-            _generate(target, adaptive, context, _TURN_ROUNDS * (drafter.drafted_depths + 1))
+            _generate(target, adaptive, context, _CHECK_BLOCKS * (drafter.drafted_depths + 1))
             with lent_controller(target, drafter) as controller:
                 curve = controller.latency.curve(controller.limit, context).tolist()
             for size in sizes:
-                found[size] += [(curve[size - 1], ms) for ms in _verify_ms(target, drafter, context, size)]
+                found[size] += [
+                    (curve[size - 1], ms) for ms in _verify_ms(target, drafter, context, size, _CHECK_BLOCKS)
+                ]
         yield [
             Check(context, size, *(statistics.median(column) for column in zip(*pairs, strict=True)))
             for size, pairs in found.items()
@@ -114,10 +116,10 @@ def check(
         ]
 
 
-def _verify_ms(target: PreTrainedModel, drafter: BlockDrafter, context: int, size: int) -> list[float]:
+def _verify_ms(target: PreTrainedModel, drafter: BlockDrafter, context: int, size: int, blocks: int) -> list[float]:
     """Median milliseconds of a verification of `size` rows in one call; nothing where no tree had as many."""
     view = drafter.with_options(budget=size, shape="tree")
-    _generate(target, view, context, _TURN_ROUNDS * (drafter.drafted_depths + 1))
+    _generate(target, view, context, blocks * (drafter.drafted_depths + 1))
     report = view.last_report
     measured = list(zip(report.nodes_history, report.verify_ms_history, strict=True))[_WARM_UP_ROUNDS:]
     # The last rounds of a call have less room, hence fewer rows.

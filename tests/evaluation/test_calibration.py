@@ -23,7 +23,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_calibration_stores_a_profile_and_again_replaces_it(profiles: Path) -> None:
-    model, drafter = target("qwen3"), dflash("qwen3")
+    model, drafter = target("qwen3"), dflash("qwen3").with_options(max_budget=4)
     path = calibrate(model, drafter)
     assert path.parent == profiles
     first = json.loads(path.read_text())
@@ -43,7 +43,7 @@ def test_rows_that_a_drafter_cannot_fill_are_not_reported() -> None:
 
 
 def test_predictions_stand_beside_measurements() -> None:
-    model, drafter = target("qwen3"), dflash("qwen3")
+    model, drafter = target("qwen3"), dflash("qwen3").with_options(max_budget=8)
     calibrate(model, drafter)
     short, long = check(model, drafter, (16, 200), rounds=3)
     assert {item.context for item in short} == {16}
@@ -56,6 +56,7 @@ def test_command(tmp_path: Path) -> None:
     model, drafter = save_pair(build_pair(), tmp_path)
     plot = tmp_path / "curve.png"
     arguments = ["--target", model, "--drafter", drafter, "--contexts", "16,40", "--rounds", "3", "--plot", str(plot)]
+    arguments += ["--max-budget", "8"]
     result = CliRunner().invoke(app, ["calibrate", *arguments])
     assert result.exit_code == 0, result.output
     assert "Median error" in result.output
