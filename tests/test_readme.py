@@ -37,9 +37,9 @@ def test_every_option_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("command", "important"),
     [
-        ("demo", {"--threads", "--prompts", "--repeats"}),
+        ("demo", {"--family", "--threads", "--prompts", "--repeats"}),
         ("bench", {"--data", "--arms", "--batch-sweep", "--quick", "--json", "--csv", "--plots"}),
-        ("calibrate", {"--contexts", "--rounds", "--again", "--plot"}),
+        ("calibrate", {"--contexts", "--repeats", "--again", "--plots"}),
     ],
 )
 def test_flags_are_named_and_exist(command: str, important: set[str]) -> None:

@@ -23,7 +23,7 @@ from ..drafters.base import BlockDrafter
 #: Rows that predictions are checked at: those that are fitted, and others between them.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 #: Fewest forwards that a median is taken of: of one or two, a single slow one would decide.
-LEAST_ROUNDS = 3
+LEAST_REPEATS = 3
 _WARM_UP_ROUNDS = 2
 #: Rows measured ahead of use, and how many times longer the second context is that they are measured behind.
 _FITTED, _LONGER = (1, 2, 4, 8, 16, 32, 64, 128), 6
@@ -72,7 +72,7 @@ def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 
             if not controller.calibrating:
                 break
     with lent_controller(target, view) as controller:
-        for _ in range(LEAST_ROUNDS):
+        for _ in range(LEAST_REPEATS):
             for behind in (context, _LONGER * context):
                 for size in (size for size in _FITTED if size <= controller.limit):
                     for ms in _verify_ms(target, view, behind, size, _FIT_BLOCKS):
@@ -82,26 +82,26 @@ def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 
 
 
 def check(
-    target: PreTrainedModel, drafter: BlockDrafter, contexts: Sequence[int], rounds: int = 8
+    target: PreTrainedModel, drafter: BlockDrafter, contexts: Sequence[int], repeats: int = 8
 ) -> Iterator[list[Check]]:
     """Predictions of a calibrated pair against measurements, a list a context, for the rows that it may verify.
 
-    Sizes take turns, `rounds` times. Before each turn the pair decodes as by default, which tells the controller how
+    Sizes take turns, `repeats` times. Before each turn the pair decodes as by default, which tells the controller how
     quick the machine is just then; what it predicts after that is held against calls of fixed budgets, from which it
     learns nothing. Trees may come out smaller than asked where a drafter offers too little; sizes that come up fewer
-    than `LEAST_ROUNDS` times are left out.
+    than `LEAST_REPEATS` times are left out.
 
     Raises:
-        ValueError: `rounds` is below `LEAST_ROUNDS`.
+        ValueError: `repeats` is below `LEAST_REPEATS`.
     """
-    if rounds < LEAST_ROUNDS:
-        raise ValueError(f"`rounds` must be at least {LEAST_ROUNDS}, of which a median is taken; got {rounds}.")
+    if repeats < LEAST_REPEATS:
+        raise ValueError(f"`repeats` must be at least {LEAST_REPEATS}, of which a median is taken; got {repeats}.")
     adaptive = drafter.with_options(budget="auto")
     with lent_controller(target, drafter) as controller:
         sizes = [size for size in SIZES if size <= controller.limit]
     for context in contexts:
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
-        for _ in range(rounds):
+        for _ in range(repeats):
             _generate(target, adaptive, context, _CHECK_BLOCKS * (drafter.drafted_depths + 1))
             with lent_controller(target, drafter) as controller:
                 curve = controller.latency.curve(controller.limit, context).tolist()
@@ -112,7 +112,7 @@ def check(
         yield [
             Check(context, size, *(statistics.median(column) for column in zip(*pairs, strict=True)))
             for size, pairs in found.items()
-            if len(pairs) >= LEAST_ROUNDS
+            if len(pairs) >= LEAST_REPEATS
         ]
 
 
@@ -142,21 +142,24 @@ def run_calibration(
     drafter: BlockDrafter,
     *,
     contexts: Sequence[int],
-    rounds: int = 8,
+    repeats: int = 8,
     again: bool = False,
-    plot: Path | None = None,
+    plots: Path | None = None,
 ) -> list[Check]:
     """Calibrates a pair, prints predictions beside measurements and draws the curve over the points.
 
+    Args:
+        plots: Folder for the figure, `verification.png`.
+
     Raises:
         ImportError: A plot is asked for without matplotlib.
-        ValueError: `rounds` is below `LEAST_ROUNDS`.
+        ValueError: `repeats` is below `LEAST_REPEATS`.
     """
-    if plot is not None:
-        from .plots import plot_calibration
+    if plots is not None:
+        from .plots import plot_calibration, save_figures
     path = calibrate(target, drafter, again=again)
     checks: list[Check] = []
-    steps = check(target, drafter, contexts, rounds)
+    steps = check(target, drafter, contexts, repeats)
     for part in track(steps, "measuring", total=len(contexts), console=console, transient=True):
         checks += part
     table = Table(title="A verification forward", title_justify="left")
@@ -176,11 +179,11 @@ def run_calibration(
     console.print(
         f"Median error {median:.0%}, largest {worst.error:+.0%}. Stored in {path}", highlight=False, soft_wrap=True
     )
-    if plot is not None:
+    if plots is not None:
         with lent_controller(target, drafter) as controller:
             curves = {context: controller.latency.curve(controller.limit, context).tolist() for context in contexts}
         points = [(item.context, item.rows, item.measured_ms) for item in checks]
-        plot_calibration(curves, points).savefig(plot, dpi=144)
+        save_figures({"verification": plot_calibration(curves, points)}, plots)
     return checks
 
 

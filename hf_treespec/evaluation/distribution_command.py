@@ -52,7 +52,7 @@ def run_distribution(
         ValueError: No prompt is long enough, or a drafter does not fit.
     """
     if plots is not None:
-        from .plots import plot_children, plot_coverage, plot_distances
+        from .plots import plot_children, plot_coverage, plot_distances, save_figures
     for name, drafter in drafters.items():
         drafter.check_target(target)
         if not isinstance(drafter, (DFlashDrafter, FlexDraftDrafter)):
@@ -87,7 +87,6 @@ def run_distribution(
     if json_path is not None:
         json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
         sides = {
             name: {
                 side.replace("_", " "): (child[side]["accuracy"], child[side]["events"])
@@ -100,8 +99,7 @@ def run_distribution(
             "coverage": plot_coverage({name: figures["coverage"] for name, figures in found.items()}),
             "children": plot_children(sides),
         }
-        for file, figure in figures_by_file.items():
-            figure.savefig(plots / f"{file}.png", dpi=144)
+        save_figures(figures_by_file, plots)
     return report
 
 

@@ -36,7 +36,6 @@ def write_plots(
     Returns:
         The files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {}
     for section in (*report["datasets"], *report["batches"]):
         title = section.get("dataset") or f"batch {section['batch']}"
@@ -72,10 +71,15 @@ def write_plots(
         figures["nodes-by-round"] = plot_histories(histories)
     if reliability:
         figures["reliability"] = plot_reliability(reliability)
-    paths = []
-    for name, figure in figures.items():
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=144)
+    return save_figures(figures, folder)
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Writes figures as PNG into a folder, made where it is not there. Returns the files, `NAME.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.png" for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(path, dpi=144)
     return paths
 
 

@@ -38,7 +38,7 @@ _SAMPLE = 8
 _HELD_OUT_SHARE = 0.05
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What is asked of a `train` command, whatever family it trains.
 
@@ -53,24 +53,24 @@ class Job:
         temperature: The continuations' temperature, and that of the distribution learnt from.
         anchors: Blocks drawn from a sequence.
         loss: `"kl"` or `"ce"`.
-        run: Fields of `RunSettings`.
+        run: Fields of `RunSettings`, `seed` among them.
         dtype: Of the target; None = the checkpoint's own. Drafters are trained in float32.
-        device: By default the GPU where there is one.
+        device: None = the GPU where there is one.
     """
 
     target: str
     output: Path
-    data: tuple[Path, ...] = ()
-    sequences: int = 4096
-    held_out: int = 32
-    prompt_length: int = 128
-    new_tokens: int = 384
-    temperature: float = 0.8
-    anchors: int = 128
-    loss: str = "kl"
-    run: dict[str, Any] | None = None
-    dtype: torch.dtype | None = None
-    device: str | None = None
+    data: tuple[Path, ...]
+    sequences: int
+    held_out: int
+    prompt_length: int
+    new_tokens: int
+    temperature: float
+    anchors: int
+    loss: str
+    run: dict[str, Any]
+    dtype: torch.dtype | None
+    device: str | None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Job:
             "temperature": self.temperature,
             "anchors": self.anchors,
             "loss": self.loss,
-            **(self.run or {}),
+            **self.run,
         }
 
 
@@ -97,7 +97,7 @@ def run_dflash(
         mask_token_id = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
     if mask_token_id >= target.config.get_text_config().vocab_size:
         raise ValueError("the target has no unused token to mask with; choose one by its mask_token_id.")
-    torch.manual_seed((job.run or {}).get("seed", 0))
+    torch.manual_seed(job.run["seed"])
     config = DFlashConfig.for_target(
         target.config, num_hidden_layers=layers, block_size=block_size, mask_token_id=mask_token_id
     )
@@ -122,7 +122,7 @@ def run_treeflash(
     target, tokenizer = load_target(job)
     start = load_init(init, target)
     start.check_target(target)
-    torch.manual_seed((job.run or {}).get("seed", 0))
+    torch.manual_seed(job.run["seed"])
     drafter = start if isinstance(start, TreeFlashDrafter) else TreeFlashDrafter.from_dflash(start)
     written, held_out = gather(job, target, tokenizer, start)
     options: dict[str, Any] = {"gamma": gamma, "freeze_backbone": freeze_backbone, **job.options}
@@ -150,7 +150,7 @@ def run_flexdraft(
         ValueError: The drafter is of another family or does not fit the target, or the data are too few.
     """
     target, tokenizer = load_target(job)
-    torch.manual_seed((job.run or {}).get("seed", 0))
+    torch.manual_seed(job.run["seed"])
     if init is None:
         drafter = FlexDraftDrafter.from_target(
             target, layers, block_size=block_size, calibration_rank=calibration_rank
@@ -207,7 +207,7 @@ def gather(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Continuations to train and to measure on, `[n, L]` and `[m, L]`, from `continuations/` or sampled into it."""
     sides = _streams(job, tokenizer)
-    seed = (job.run or {}).get("seed", 0)
+    seed = job.run["seed"]
     found = [
         write_continuations(
             target,

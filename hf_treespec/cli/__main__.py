@@ -1,0 +1,5 @@
+"""`python -m hf_treespec.cli`."""
+
+from . import main
+
+main()
