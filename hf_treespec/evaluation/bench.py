@@ -76,6 +76,8 @@ def run_bench(
     for section in report["batches"]:
         console.print(section_table(console, f"batch {section['batch']}, {section['prompts']} batches", section))
     console.print(_legend(settings), style="dim", highlight=False)
+    for line in benchmark.warnings.lines():
+        console.print(line, style="yellow", markup=False, highlight=False)
     if knowledge.get("correlation") is not None:
         console.print(_foresight(**report["surrogate"]), style="dim", highlight=False)
     if benchmark.partial:

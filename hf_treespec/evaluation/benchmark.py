@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafters.base import BlockDrafter
 from .arms import Arm, Pair, build_arms, parse_arms
+from .collected_warnings import CollectedWarnings
 from .encoding import Inputs, encode_turns, pad_left
 from .measurement import ArmResult, repeated_ngrams
 from .prompt_sets import HubSet, PromptSet
@@ -118,6 +119,7 @@ class Benchmark:
         datasets: A section for each prompt set.
         batches: A section for each batch size.
         partial: Whether the run was interrupted.
+        warnings: What this package warned of, by arm.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Benchmark:
         self.datasets = [Section(prompts.name, notes=prompts.notes, source=prompts.source) for prompts in prompt_sets]
         self.batches = [Section(f"batch {size}", size) for size in batch_sizes]
         self.partial = False
+        self.warnings = CollectedWarnings()
         self._failed: dict[int, dict[str, str]] = {}
         self._turn = 0
 
@@ -229,7 +232,8 @@ class Benchmark:
                     continue
                 options = {**self.settings.options, "max_new_tokens": tokens, **arm.options}
                 try:
-                    timed_generate(self.target, inputs, seed=self.settings.seed, **options)
+                    with self.warnings.of(name):
+                        timed_generate(self.target, inputs, seed=self.settings.seed, **options)
                 except (ImportError, RuntimeError, ValueError) as error:
                     if name == "plain":
                         raise
@@ -248,7 +252,8 @@ class Benchmark:
             for name in names[first:] + names[:first]:
                 before = results.get(name, ArmResult())
                 options = {**self.settings.options, **arms[name].options}
-                call = timed_generate(self.target, sample.inputs, seed=sample.seed, **options)
+                with self.warnings.of(name):
+                    call = timed_generate(self.target, sample.inputs, seed=sample.seed, **options)
                 report = getattr(arms[name].drafter, "last_report", None)
                 reports = before.reports if report is None else [*before.reports, report]
                 results[name] = ArmResult([*before.calls, call], reports)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from .. import embedded
 from ..drafters.base import BlockDrafter
+from .collected_warnings import CollectedWarnings
 from .demo_prompts import PROMPTS, SEEDS
 from .encoding import encode_text
 from .environment import software, usable_cores
@@ -28,6 +29,7 @@ from .measurement import (
     repeated_ngrams,
     tokens_per_second,
 )
+from .tables import fit_columns, hidden_columns_note
 from .timing import timed_generate
 
 #: Sampling over the whole vocabulary, and greedy decoding kept from looping.
@@ -36,6 +38,11 @@ REGIMES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "repetition_penalty": 1.2},
 }
 TITLES = {"sampled": "sampling at temperature 0.8", "greedy": "greedy, repetition penalty 1.2"}
+
+#: What the ways of decoding are called.
+ARMS = {"plain": "plain", "tree": "draft tree", "chain": "draft chain", "lookup": "prompt lookup"}
+#: Columns of a table that stay, however narrow the console.
+_KEPT_COLUMNS = 3
 
 
 @dataclass
@@ -90,6 +97,7 @@ class Demo:
         max_new_tokens: Most tokens to generate for each prompt.
         repeats: Times each arm runs on each prompt.
         seed: Added to every prompt's own seed.
+        warnings: What this package warned of, by arm.
     """
 
     target: PreTrainedModel
@@ -99,6 +107,7 @@ class Demo:
     max_new_tokens: int = 128
     repeats: int = 5
     seed: int = 0
+    warnings: CollectedWarnings = field(default_factory=CollectedWarnings)
 
     def arms(self) -> dict[str, dict[str, Any]]:
         """The ways of decoding and what each adds to a `generate` call."""
@@ -120,12 +129,12 @@ class Demo:
         for name, text in list(self.prompts.items())[:count]:
             console.rule(f"[bold]{name}")
             console.print(text, style="dim", end="", markup=False, highlight=False)
-            for title, style, arm in (("plain", "cyan", {}), ("with the drafter", "green", self.arms()["tree"])):
+            for title, style, arm in (("plain", "cyan", "plain"), ("with the drafter", "green", "tree")):
                 console.print(f"── {title} ", style=f"bold {style}")
                 torch.manual_seed(self.seed + SEEDS[name])
-                self.target.generate(
-                    **self.inputs(text), **options, **arm, streamer=_ConsoleStreamer(self.tokenizer, console, style)
-                )
+                streamer = _ConsoleStreamer(self.tokenizer, console, style)
+                with self.warnings.of(ARMS[arm]):
+                    self.target.generate(**self.inputs(text), **options, **self.arms()[arm], streamer=streamer)
 
     def measure(self, regime: str) -> Iterator[PromptResult]:
         """Runs every arm on every prompt, arms interleaved, and yields a result a prompt."""
@@ -133,7 +142,8 @@ class Demo:
         names = list(arms)
         options = {**REGIMES[regime], "max_new_tokens": self.max_new_tokens}
         for arm in names:
-            timed_generate(self.target, self.inputs("import os\n"), seed=self.seed, **options, **arms[arm])
+            with self.warnings.of(ARMS[arm]):
+                timed_generate(self.target, self.inputs("import os\n"), seed=self.seed, **options, **arms[arm])
         for name, text in self.prompts.items():
             inputs = self.inputs(text)
             results = {arm: ArmResult() for arm in names}
@@ -141,7 +151,10 @@ class Demo:
                 # Each arm takes each place in turn, so that none always follows the same one.
                 turn = repeat % len(names)
                 for arm in names[turn:] + names[:turn]:
-                    call = timed_generate(self.target, inputs, seed=self.seed + SEEDS[name], **options, **arms[arm])
+                    with self.warnings.of(ARMS[arm]):
+                        call = timed_generate(
+                            self.target, inputs, seed=self.seed + SEEDS[name], **options, **arms[arm]
+                        )
                     results[arm].calls.append(call)
                     drafter = arms[arm].get("assistant_model")
                     if drafter is not None:
@@ -168,25 +181,41 @@ def _number(value: float | None, pattern: str = "{:.2f}") -> str:
     return "–" if value is None else pattern.format(value)
 
 
-def prompt_table(regime: str, results: Sequence[PromptResult]) -> Table:
-    """One line a prompt."""
-    table = Table(title=f"{TITLES[regime][0].upper()}{TITLES[regime][1:]}", title_justify="left", title_style="bold")
-    table.add_column("prompt", no_wrap=True)
-    for column in ("identical", "plain tok/s", "ours tok/s", "speed-up", "τ", "forwards", "repeated 4-grams"):
-        table.add_column(column, justify="right")
-    for result in results:
-        row = summarise([result])
-        flagged = result.repeated_4grams > REPETITION_LIMIT
-        table.add_row(
-            result.name,
-            "yes" if row["identical"] else "[bold red]no",
-            _number(row["plain_tokens_per_second"], "{:.0f}"),
-            _number(row["tokens_per_second"], "{:.0f}"),
-            _number(row["speedup"], "{:.2f}×"),
-            _number(row["acceptance_length"]),
-            str(row["target_forwards"]),
-            f"[yellow]{result.repeated_4grams:.0%} repetitive" if flagged else f"{result.repeated_4grams:.0%}",
-        )
+def _cells(result: PromptResult) -> dict[str, str]:
+    """What a table says of a prompt: the columns, what matters most first."""
+    row = summarise([result])
+    flagged = result.repeated_4grams > REPETITION_LIMIT
+    return {
+        "identical": "yes" if row["identical"] else "[bold red]no",
+        "speed-up": _number(row["speedup"], "{:.2f}×"),
+        "τ": _number(row["acceptance_length"]),
+        "tok/s": _number(row["tokens_per_second"], "{:.0f}"),
+        "plain": _number(row["plain_tokens_per_second"], "{:.0f}"),
+        "repeated": f"[yellow]{result.repeated_4grams:.0%}" if flagged else f"{result.repeated_4grams:.0%}",
+        "forwards": str(row["target_forwards"]),
+    }
+
+
+def prompt_table(console: Console, regime: str, results: Sequence[PromptResult]) -> Table:
+    """A line a prompt, and as many columns as the console has room for."""
+    cells = {result.name: _cells(result) for result in results}
+
+    def table_of(columns: Sequence[str]) -> Table:
+        title = f"{TITLES[regime][0].upper()}{TITLES[regime][1:]}"
+        table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+        table.add_column("prompt", no_wrap=True)
+        for column in columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        for name, row in cells.items():
+            table.add_row(name, *(row[column] for column in columns))
+        return table
+
+    table, hidden = fit_columns(console, list(next(iter(cells.values()))), table_of, _KEPT_COLUMNS)
+    repetitive = [result.name for result in results if result.repeated_4grams > REPETITION_LIMIT]
+    notes = [hidden_columns_note(hidden)] if hidden else []
+    if repetitive:
+        notes.append(f"4-grams repeat, and looping text is easy to draft: {', '.join(repetitive)}")
+    table.caption = "\n".join(notes) or None
     return table
 
 
@@ -201,15 +230,14 @@ def pooled_table(regime: str, results: Sequence[PromptResult]) -> Table:
     table.add_column("", no_wrap=True)
     for column in ("identical", "tok/s", "speed-up", "with prefill", "τ"):
         table.add_column(column, justify="right")
-    names = {"plain": "plain", "tree": "[bold]draft tree", "chain": "draft chain", "lookup": "prompt lookup"}
-    seconds = {arm: sum(result.arms[arm].seconds for result in results) for arm in names}
+    seconds = {arm: sum(result.arms[arm].seconds for result in results) for arm in ARMS}
     plain_speed = tokens_per_second(result.arms["plain"] for result in results)
-    for arm, title in names.items():
+    for arm, title in ARMS.items():
         speed = tokens_per_second(result.arms[arm] for result in results)
         drafted = arm in ("tree", "chain")
         same = all(result.identical(arm) for result in results)
         table.add_row(
-            title,
+            f"[bold]{title}" if arm == "tree" else title,
             ("yes" if same else "[bold red]no") if drafted else "",
             _number(speed, "{:.0f}"),
             _number(speed / plain_speed if speed and plain_speed else None, "{:.2f}×"),
@@ -293,14 +321,17 @@ def run_demo(
                     progress.advance(task)
         summary = as_json(measured)
     for regime, results in measured.items():
-        console.print(prompt_table(regime, results))
+        console.print(prompt_table(console, regime, results))
         console.print(pooled_table(regime, results))
     console.print(
         "Speed-up is decode-only: tokens per second after the first token, against plain decoding, medians of "
-        f"{repeats} interleaved repeats. τ counts the tokens a drafted round commits, the target's own included. "
+        f"{repeats} interleaved repeats; tok/s are the draft tree's, beside plain decoding's. τ counts the tokens a "
+        "drafted round commits, the target's own included; repeated are 4-grams that a text has had before. "
         "Prompt lookup is there for its speed: when sampling, its tokens are not plain decoding's.",
         style="dim",
     )
+    for line in demo.warnings.lines():
+        console.print(line, style="yellow", markup=False, highlight=False)
     if json_path is not None:
         json_path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary["pooled"]["identical"] and summary["greedy"]["pooled"]["identical"]

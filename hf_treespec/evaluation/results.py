@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from .benchmark import Benchmark, Sample, Section
 from .bootstrap import paired_speedup
 from .measurement import REPETITION_LIMIT, pool, tokens_per_second
 from .oracle import cross_fitted_budgets
+from .tables import fit_columns, hidden_columns_note
 
 #: What is said of every arm; null where it does not apply.
 ARM_KEYS = (
@@ -215,7 +216,7 @@ def section_table(console: Console, title: str, section: Mapping[str, Any]) -> T
     columns = list(next(iter(cells.values()), {}))
     fastest = max((row["speedup"] or 0.0 for row in measured), default=0.0)
 
-    def table_of(columns: list[str]) -> Table:
+    def table_of(columns: Sequence[str]) -> Table:
         table = Table(title=escape(title), title_justify="left", title_style="bold", caption_justify="left")
         table.add_column("arm", no_wrap=True)
         for column in columns:
@@ -225,13 +226,7 @@ def section_table(console: Console, title: str, section: Mapping[str, Any]) -> T
             table.add_row(row["arm"], *values, style="bold" if row["speedup"] == fastest else None)
         return table
 
-    # Columns that do not fit are left out, the last first: rich would cut a little off each.
-    shown, unlimited = len(columns), console.options.update(max_width=10_000)
-    while (
-        shown > _KEPT_COLUMNS and console.measure(table_of(columns[:shown]), options=unlimited).maximum > console.width
-    ):
-        shown -= 1
-    table = table_of(columns[:shown])
+    table, hidden = fit_columns(console, columns, table_of, _KEPT_COLUMNS)
     notes = [f"{row['arm']} skipped: {row['skipped']}" for row in section["arms"] if row["skipped"] is not None]
     notes += section["notes"]
     notes += [
@@ -241,8 +236,8 @@ def section_table(console: Console, title: str, section: Mapping[str, Any]) -> T
     ]
     if (section["repeated_4grams"] or 0.0) > REPETITION_LIMIT:
         notes.append(f"{section['repeated_4grams']:.0%} of the text's 4-grams repeat: looping text is easy to draft")
-    if columns[shown:]:
-        notes.append(f"a wider terminal also shows: {', '.join(columns[shown:])}")
+    if hidden:
+        notes.append(hidden_columns_note(hidden))
     table.caption = escape("\n".join(notes)) or None
     return table
 

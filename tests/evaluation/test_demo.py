@@ -8,10 +8,11 @@ import os
 import pytest
 import torch
 from models import prompt, target
+from rich.console import Console
 
 from hf_treespec import embedded
 from hf_treespec.decoding.report import GenerationReport
-from hf_treespec.evaluation.demo import REGIMES, ArmResult, PromptResult, repeated_ngrams, summarise
+from hf_treespec.evaluation.demo import REGIMES, ArmResult, PromptResult, prompt_table, repeated_ngrams, summarise
 from hf_treespec.evaluation.demo_prompts import PROMPTS, SEEDS
 from hf_treespec.evaluation.encoding import encode_text
 from hf_treespec.evaluation.environment import usable_cores
@@ -65,6 +66,21 @@ def test_one_different_call_is_not_identical(name):
     calls = changed.arms[name].calls
     calls[2] = TimedCall(calls[2].sequence + 1, 11, 1.0, 1.0, 10)
     assert summarise([changed])["identical"] is False
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_column_is_cut(width: int):
+    console = Console(width=width)
+    looping = result("interval arithmetic and more", 4.0, 1.0, 2, 10)
+    looping.repeated_4grams = 0.5
+    with console.capture() as captured:
+        console.print(prompt_table(console, "sampled", [result("a", 2.0, 1.0, 8, 10), looping]))
+    text = captured.get()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert all(word in text for word in ("identical", "speed-up", "plain", "4.00×", "forwards"))
+    assert ("a wider terminal also shows" in text) == (width == 80)
+    assert "looping text is easy to draft: interval arithmetic and more" in " ".join(text.split())
 
 
 def test_nothing_decoded_has_no_speed():
