@@ -88,12 +88,12 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, required=True, help="what it wrote to measure on")
     parser.add_argument("--held-out-sequences", type=int, default=32)
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--batch", type=int, default=2, help="sequences a step")
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences a step")
     parser.add_argument("--anchors", type=int, default=48, help="blocks drawn from a sequence")
     arguments = parser.parse_args()
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
-    run = {"max_steps": arguments.steps, "batch_size": arguments.batch, "anchors": arguments.anchors}
+    run = {"max_steps": arguments.steps, "batch_size": arguments.batch_size, "anchors": arguments.anchors}
     written = load_continuations(arguments.continuations)
     held_out = load_continuations(arguments.held_out)[: arguments.held_out_sequences]
     sequences = torch.from_numpy(held_out.astype(np.int64))
@@ -123,7 +123,7 @@ def main() -> None:
     rows[f"{PARENTS[1]} parents, dead ends going on at half"] = walked()
 
     (work / "ablation.json").write_text(json.dumps({**run, "rows": rows}, indent=2))
-    table = Table(title=f"{arguments.steps} steps of {arguments.batch} sequences each", title_justify="left")
+    table = Table(title=f"{arguments.steps} steps of {arguments.batch_size} sequences each", title_justify="left")
     table.add_column("")
     lines = ["| | " + " | ".join(FIGURES.values()) + " |", "| --- |" + " --- |" * len(FIGURES)]
     for title in FIGURES.values():

@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -62,7 +62,9 @@ def main() -> None:
         "of another target": (shuffled(target), drafter.with_options()),
     }
     prompts, _ = load_slice("stdlib-functions", arguments.prompts)
-    table = Table(title=f"{arguments.new_tokens} tokens, plain decoding's time ÷ the drafter's", title_justify="left")
+    table = Table(
+        title=f"{arguments.max_new_tokens} tokens, plain decoding's time ÷ the drafter's", title_justify="left"
+    )
     for column in ("drafter", "", "identical", "median", "least"):
         table.add_column(column, justify="right")
     verdicts = {}
@@ -71,7 +73,7 @@ def main() -> None:
         identical = True
         for index in track(range(len(prompts) * arguments.repeats), name, transient=True):
             inputs = encode_text(tokenizer, prompts[index % len(prompts)], model.device)
-            options = {**SAMPLING, "max_new_tokens": arguments.new_tokens, "eos_token_id": None, "seed": index}
+            options = {**SAMPLING, "max_new_tokens": arguments.max_new_tokens, "eos_token_id": None, "seed": index}
             plain = timed_generate(model, inputs, **options)
             budgets.forget(poor)
             for file in Path(folder).glob("*.json"):

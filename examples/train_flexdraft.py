@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--held-out-sequences", type=int, default=16)
     parser.add_argument("--continuations", type=Path, help=".npy file, or folder of them, to train on [n, 512]")
     parser.add_argument("--held-out", type=Path, help=".npy file, or folder of them, to measure on [m, 512]")
-    parser.add_argument("--batch", type=int, default=2, help="texts a step")
+    parser.add_argument("--batch-size", type=int, default=2, help="texts a step")
     parser.add_argument("--save-steps", type=int, default=250)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
@@ -75,7 +75,7 @@ def main() -> None:
         held_out,
         work / "run",
         layers=arguments.layers,
-        batch_size=arguments.batch,
+        batch_size=arguments.batch_size,
         tree_nodes=(8, 16, 32),
         max_steps=arguments.steps,
         save_steps=arguments.save_steps,

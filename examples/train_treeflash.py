@@ -73,14 +73,18 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=2176, help="continuations to sample, or to use of given ones")
     parser.add_argument("--held-out-sequences", type=int, default=64)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=4, help="sequences a step")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step")
     parser.add_argument("--anchors", type=int, default=128, help="blocks drawn from a sequence")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=1.5e-2)
     parser.add_argument("--head", choices=("swiglu", "linear"), default="swiglu")
     parser.add_argument("--loss", choices=("kl", "ce"), default="kl")
-    parser.add_argument("--no-scaling", action="store_true", help="weigh all tokens of a block alike")
-    parser.add_argument("--train-backbone", action="store_true", help="train the whole drafter, not the head alone")
+    parser.add_argument(
+        "--scaling", action=argparse.BooleanOptionalAction, default=True, help="weigh the first tokens of a block most"
+    )
+    parser.add_argument(
+        "--freeze-backbone", action=argparse.BooleanOptionalAction, default=True, help="train the head alone"
+    )
     parser.add_argument("--save-steps", type=int, default=250)
     arguments = parser.parse_args()
     work: Path = arguments.work
@@ -105,9 +109,9 @@ def main() -> None:
         temperature=TEMPERATURE,
         anchors=arguments.anchors,
         loss=arguments.loss,
-        gamma=None if arguments.no_scaling else "paper",
-        freeze_backbone=not arguments.train_backbone,
-        batch_size=arguments.batch,
+        gamma="paper" if arguments.scaling else None,
+        freeze_backbone=arguments.freeze_backbone,
+        batch_size=arguments.batch_size,
         max_steps=arguments.steps,
         optimizer=arguments.optimizer,
         learning_rate=arguments.learning_rate,

@@ -85,6 +85,18 @@ def test_everything_is_documented():
         assert runner.invoke(app, [*name.split()[1:], "--help"]).exit_code == 0
 
 
+def test_an_option_of_several_commands_means_one_thing():
+    helps: dict[str, set[str]] = {}
+    for _, command in commands(typer.main.get_command(app)):
+        for parameter in command.params:
+            if parameter.opts[0].startswith("--"):
+                helps.setdefault(parameter.opts[0], set()).add(getattr(parameter, "help", None) or "")
+    shared = {"--drafter", "--beside", "--chat", "--device", "--seed", "--budget", "--shape", "--depth", "--top-k"}
+    shared |= {"--json", "--plots", "--prompt-length", "--new-tokens", "--max-new-tokens", "--steps", "--batch-size"}
+    assert {name: texts for name, texts in helps.items() if name in shared and len(texts) > 1} == {}
+    assert shared <= helps.keys()
+
+
 def test_generate_streams_what_plain_decoding_writes(pair: Pair, paths: tuple[str, str]):
     target, _, tokenizer = pair
     inputs = tokenizer(PROMPT, return_tensors="pt")
@@ -204,6 +216,12 @@ def test_demo_without_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "`target` is not in this installation" in result.stderr
 
 
+def test_the_demo_names_the_families_there_are():
+    result = runner.invoke(app, ["demo", "--family", "nothing"])
+    assert result.exit_code == 2
+    assert "There is no embedded model `nothing`; there are dflash," in result.stderr
+
+
 class TestBench:
     arguments = ("bench", "--quick", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "8")
 
@@ -295,14 +313,18 @@ def test_distribution(paths: tuple[str, str], tmp_path: Path):
     pytest.importorskip("matplotlib")
     data, report, figures = tmp_path / "prompts.jsonl", tmp_path / "report.json", tmp_path / "figures"
     data.write_text("".join(json.dumps({"turns": [PROMPT * 4]}) + "\n" for _ in range(3)))
+    further = ["--beside", f"again={paths[1]}"]
     options = {"--prompts": 2, "--prompt-length": 8, "--new-tokens": 16, "--nodes": 8, "--stride": 2}
     arguments = ["--target", paths[0], "--drafter", paths[1], "--data", str(data)]
-    arguments += ["--json", str(report), "--plots", str(figures)]
+    arguments += [*further, "--json", str(report), "--plots", str(figures)]
     arguments += [str(part) for option in options.items() for part in option]
     result = runner.invoke(app, ["distribution", *arguments])
     assert result.exit_code == 0, result.output
     assert "Best children in trees of 8 nodes" in result.stdout
-    (found,) = json.loads(report.read_text())["drafters"].values()
+    drafters = json.loads(report.read_text())["drafters"]
+    assert list(drafters) == [paths[1], "again"]
+    found = drafters[paths[1]]
+    assert drafters["again"] == found
     assert found["child_accuracy"]["on_spine"]["events"] > 0
     assert {path.name for path in figures.iterdir()} == {"distance.png", "coverage.png", "children.png"}
     too_long = runner.invoke(app, ["distribution", *arguments, "--prompt-length", "999"])
@@ -396,6 +418,9 @@ class TestTraining:
         result = runner.invoke(app, ["train", "treeflash", "--target", paths[0], "--output", str(tmp_path / "x")])
         assert result.exit_code == 2
         assert result.stderr.startswith("Error: ")
+        result = self.train("treeflash", paths[0], tmp_path / "x", tmp_path / "nothing.txt", "--init", paths[1])
+        assert result.exit_code == 2
+        assert "--data" in result.stderr
         short = tmp_path / "short.txt"
         short.write_text("x")
         result = self.train("treeflash", paths[0], tmp_path / "x", short, "--init", paths[1])

@@ -113,6 +113,12 @@ def test_the_layer_check_sees_imports(line: str, found: list[str]):
     assert list(imported_modules(line, "hf_treespec.trees.expansion", is_package=False)) == found
 
 
+def test_only_the_command_line_knows_its_framework():
+    sources = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+    found = {path.relative_to(ROOT).parts[0] for path, source in sources.items() if "import typer" in source}
+    assert found == {"cli"}
+
+
 def test_importing_stays_light():
     """Beyond transformers and torch, importing the package loads only itself and the standard library."""
     script = """
@@ -121,14 +127,21 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 import hf_treespec
 from accelerate.state import AcceleratorState, PartialState
-print(json.dumps([sorted(sys.modules), bool(AcceleratorState._shared_state), bool(PartialState._shared_state)]))
+loaded = sorted(sys.modules)
+import hf_treespec.cli
+states = [bool(AcceleratorState._shared_state), bool(PartialState._shared_state)]
+print(json.dumps([loaded, sorted(sys.modules), *states]))
 """
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    modules, accelerator_state, partial_state = json.loads(output.splitlines()[-1])
+    modules, with_commands, accelerator_state, partial_state = json.loads(output.splitlines()[-1])
     heavy = {"matplotlib", "evaluate", "datasets", "pandas", "typer", "rich", "pytest"}
     assert not heavy & {name.split(".")[0] for name in modules}
     own = {part_of(name) for name in modules if name.startswith("hf_treespec.")}
     assert not own & {"training", "evaluation", "hub", "cli"}
+    # Each command imports what it needs when it runs, so that `--help` is quick.
+    own = {part_of(name) for name in with_commands if name.startswith("hf_treespec.")}
+    assert "cli" in own
+    assert not own & {"training", "evaluation", "hub"}
     assert not accelerator_state
     assert not partial_state
 

@@ -36,8 +36,8 @@ class _Size(NamedTuple):
     arms: str
 
 
-_WHOLE = _Size(16, 256, 3, "lookup,stock-chain,chain,tree-8,tree-16,tree-32,auto")
-_QUICK = _Size(2, 48, 2, "lookup,chain,tree-8,tree-16,auto")
+_WHOLE = _Size(16, 256, 3, "lookup, stock-chain, chain, tree-8, tree-16, tree-32, auto")
+_QUICK = _Size(2, 48, 2, "lookup, chain, tree-8, tree-16, auto")
 
 
 def _both(name: str) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
-
-_PANEL = "Drafting"
 
 
 class Shape(StrEnum):
@@ -31,6 +29,8 @@ def _budget(value: str | int) -> str | int:
 class Drafting:
     """Decoding options, as `TreeSpecConfig` names them; None = the drafter's default."""
 
+    panel: ClassVar[str] = "Drafting"
+
     budget: Annotated[
         Any,
         typer.Option(
@@ -38,18 +38,15 @@ class Drafting:
             metavar="N|POLICY",
             help="Rows verified in a round, the root included, or `auto`, `static`, `ema`, `bastion`.",
             show_default="the drafter's",
-            rich_help_panel=_PANEL,
         ),
     ] = None
     shape: Annotated[
         Shape | None,
-        typer.Option(
-            help="Verify a draft tree or a single chain.", show_default="the drafter's", rich_help_panel=_PANEL
-        ),
+        typer.Option(help="Verify a draft tree or a single chain.", show_default="the drafter's"),
     ] = None
     depth: Annotated[
         int | None,
-        typer.Option(min=1, help="Most depths to draft.", show_default="all it has", rich_help_panel=_PANEL),
+        typer.Option(min=1, help="Most depths to draft.", show_default="all it has"),
     ] = None
 
     def options(self) -> dict[str, Any]:

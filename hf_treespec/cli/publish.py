@@ -28,7 +28,7 @@ def publish(
     ] = None,
     private: Annotated[
         bool | None,
-        typer.Option("--private/--public", help="Who sees a new repository.", show_default="the account's setting"),
+        typer.Option("--private/--public", help="Who sees a new repository.", show_default="the Hub's default"),
     ] = None,
     message: Annotated[str | None, typer.Option("--message", "-m", help="Message of the commit.")] = None,
     output: Annotated[

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
-
-_PANEL = "Sampling"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are chosen: greedily, or by sampling with `generate`'s warpers."""
 
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.", rich_help_panel=_PANEL)
-    ] = 0.0
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 = among all.", rich_help_panel=_PANEL)
-    ] = 0
+    panel: ClassVar[str] = "Sampling"
+
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")] = 0.0
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 = among all.")] = 0
     top_p: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this mass.", rich_help_panel=_PANEL),
+        typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this mass."),
     ] = 1.0
     min_p: Annotated[
         float | None,
@@ -31,16 +27,11 @@ class Sampling:
             max=1.0,
             help="Drop tokens below this share of the best one's probability.",
             show_default="drop none",
-            rich_help_panel=_PANEL,
         ),
     ] = None
     repetition_penalty: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            help="Penalty on tokens seen before, greedily too; 1 = none.",
-            rich_help_panel=_PANEL,
-        ),
+        typer.Option(min=0.0, help="Penalty on tokens seen before, greedily too; 1 = none."),
     ] = 1.0
 
     def generation(self) -> dict[str, Any]:

@@ -7,14 +7,15 @@ from typing import Annotated
 import typer
 
 from ..groups import takes_groups
+from ..options import TargetOption
 from .options import BlockSizeOption, OutputOption, Run, Text, job_of, train_and_tell
 
 
 @takes_groups
 def flexdraft(
     *,
+    target: TargetOption = "embedded",
     output: OutputOption,
-    text: Text,
     init: Annotated[
         str | None,
         typer.Option(help="FlexDraft drafter to go on with: Hub id or path.", show_default="a copy of the target"),
@@ -28,6 +29,7 @@ def flexdraft(
     calibration_steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of the calibration.", show_default="a quarter of --steps")
     ] = None,
+    text: Text,
     run: Run = Run(learning_rate=2e-4, anchors=32),
 ) -> None:
     """Train a FlexDraft drafter, with which the target drafts in its own last layers.
@@ -38,7 +40,7 @@ def flexdraft(
     """
     from ...training.commands import run_flexdraft
 
-    job = job_of(output, text, run)
+    job = job_of(target, output, text, run)
     train_and_tell(
         lambda: run_flexdraft(
             job,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -17,7 +17,6 @@ from ..options import (
     Precision,
     PromptLengthOption,
     SeedOption,
-    TargetOption,
     WritingTemperatureOption,
 )
 from ..values import split
@@ -50,7 +49,8 @@ BlockSizeOption = Annotated[int, typer.Option("--block-size", min=2, help="Rows 
 class Text:
     """What the target writes to be learnt from."""
 
-    target: TargetOption = "embedded"
+    panel: ClassVar[str] = "Text that the target writes"
+
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,6 +70,8 @@ class Text:
 class Run:
     """How the drafter learns."""
 
+    panel: ClassVar[str] = "Training"
+
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 2000
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a forward.")] = 4
     accumulate: Annotated[int, typer.Option(min=1, help="Forwards of a step.")] = 1
@@ -88,14 +90,18 @@ class Run:
     seed: SeedOption = 0
 
 
-def job_of(output: Path, text: Text, run: Run) -> Job:
+def job_of(target: str, output: Path, text: Text, run: Run) -> Job:
     """The job that the options describe."""
     from ...training.commands import Job
 
+    data = tuple(map(Path, split(text.data)))
+    for path in data:
+        if not path.is_file():
+            raise typer.BadParameter(f"there is no file {path}", param_hint="--data")
     return Job(
-        target=text.target,
+        target=target,
         output=output,
-        data=tuple(map(Path, split(text.data))),
+        data=data,
         sequences=text.sequences,
         held_out=text.held_out_sequences,
         prompt_length=text.prompt_length,

@@ -7,14 +7,15 @@ from typing import Annotated
 import typer
 
 from ..groups import takes_groups
+from ..options import TargetOption
 from .options import OutputOption, Run, Text, job_of, train_and_tell
 
 
 @takes_groups
 def treeflash(
     *,
+    target: TargetOption = "embedded",
     output: OutputOption,
-    text: Text,
     init: Annotated[
         str,
         typer.Option(
@@ -26,6 +27,7 @@ def treeflash(
         bool, typer.Option(help="Train the head alone, which the paper found as good as everything.")
     ] = True,
     scaling: Annotated[bool, typer.Option(help="Weigh the first tokens of a block most.")] = True,
+    text: Text,
     run: Run = Run(learning_rate=1e-4),
 ) -> None:
     """Train a TreeFlash head on a DFlash drafter, which helps to write the text it learns from.
@@ -37,5 +39,5 @@ def treeflash(
     """
     from ...training.commands import run_treeflash
 
-    job, gamma = job_of(output, text, run), "paper" if scaling else None
+    job, gamma = job_of(target, output, text, run), "paper" if scaling else None
     train_and_tell(lambda: run_treeflash(job, init, gamma=gamma, freeze_backbone=freeze_backbone))
