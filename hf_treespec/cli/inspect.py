@@ -14,7 +14,7 @@ def inspect(
     drafter: Annotated[str, typer.Argument(help="Drafter: Hub id, path, `embedded` or `embedded:FAMILY`.")],
     target: Annotated[
         str | None,
-        typer.Option(help="Target to hold it to: Hub id, path, or `embedded`. Its weights are not read."),
+        typer.Option(help="Target to hold it to: Hub id, path, or `embedded`. Only its configuration is read."),
     ] = None,
     weights: Annotated[
         bool, typer.Option("--weights", help="Load the target's weights too, for the checks that need them.")
