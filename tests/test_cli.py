@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from hf_treespec.evaluation import demo, held_out
 from hf_treespec.evaluation.arms import ARMS
 from hf_treespec.evaluation.benchmark import Benchmark
 from hf_treespec.evaluation.prompt_sets import available_sets
+from hf_treespec.evaluation.timing import timed_generate
 from hf_treespec.training.commands import load_init
 
 runner = CliRunner()
@@ -191,6 +194,20 @@ class TestDemo:
                 assert pooled | {"repeated_4grams"} <= prompt.keys()
         assert set(found["pooled"]["stage_ms"]) == {"propose", "expand", "verify", "walk", "commit", "other"}
         assert torch.get_num_threads() == 1
+
+    def test_warnings_are_told_once_for_each_arm(self, monkeypatch: pytest.MonkeyPatch):
+        def generate(target, inputs, *, seed, **options):
+            if options.get("assistant_model") is not None:
+                logging.getLogger("hf_treespec.decoding").warning(f"Drafting costs {seed} ms.")
+            return timed_generate(target, inputs, seed=seed, **options)
+
+        monkeypatch.setattr(demo, "timed_generate", generate)
+        result = runner.invoke(app, [*self.arguments, "--show", "0"])
+        assert result.exit_code == 0, result.output
+        # Two prompts, two repeats of each and a warm-up, in two regimes.
+        told = re.findall(r"(draft \w+): Drafting costs \d+ ms\. The last of 10 such", " ".join(result.stdout.split()))
+        assert told == ["draft tree", "draft chain"]
+        assert "Drafting costs" not in result.stderr
 
     def test_no_more_threads_than_cores(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(demo, "usable_cores", lambda: 1)

@@ -11,7 +11,6 @@ from .options import JsonOption, MaxNewTokensOption, SeedOption
 
 
 def demo(
-    json: JsonOption = None,
     family: Annotated[str, typer.Option(help="Drafter of the package: dflash, treeflash or flexdraft.")] = "dflash",
     prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts.", show_default="all")] = None,
     max_new_tokens: MaxNewTokensOption = 128,
@@ -19,6 +18,7 @@ def demo(
     show: Annotated[int, typer.Option(min=0, help="Prompts whose text is streamed before the timing.")] = 2,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; no more are used than there are cores.")] = 2,
     seed: SeedOption = 0,
+    json: JsonOption = None,
 ) -> None:
     """Write Python with the models in the package: the same tokens as plain decoding, and how much faster.
 
