@@ -25,9 +25,11 @@ def demo(
     Needs no download and no GPU. Exits with 1 if an output differs from plain decoding.
     """
     from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
 
     from ..evaluation.demo import run_demo
 
+    disable_progress_bar()
     with errors_in_a_line():
         identical = run_demo(
             Console(),
