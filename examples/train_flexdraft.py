@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="last layers of the target's 12 to draft in")
     parser.add_argument("--steps", type=int, default=1400, help="steps of the attention")
     parser.add_argument("--calibration-steps", type=int, default=800)
-    parser.add_argument("--calibration-batch", type=int, default=8, help="texts a step of the calibration")
+    parser.add_argument("--calibration-batch-size", type=int, default=8, help="texts a step of the calibration")
     parser.add_argument("--sequences", type=int, default=2176, help="texts to train on")
     parser.add_argument("--held-out-sequences", type=int, default=16)
     parser.add_argument("--continuations", type=Path, help=".npy file, or folder of them, to train on [n, 512]")
@@ -80,7 +80,7 @@ def main() -> None:
         max_steps=arguments.steps,
         save_steps=arguments.save_steps,
         calibration_steps=arguments.calibration_steps,
-        calibration_batch_size=arguments.calibration_batch,
+        calibration_batch_size=arguments.calibration_batch_size,
         live_sequences=4,
     )
     drafter.to(torch.float16).save_pretrained(work / "drafter")

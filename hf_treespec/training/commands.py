@@ -139,6 +139,7 @@ def run_flexdraft(
     block_size: int = 16,
     calibration_rank: int = 256,
     calibration_steps: int | None = None,
+    calibration_batch_size: int | None = None,
 ) -> dict[str, float]:
     """Trains a FlexDraft drafter, by default one that starts as its target. Returns the figures of `train_flexdraft`.
 
@@ -164,7 +165,11 @@ def run_flexdraft(
     written, held_out = gather(job, target, tokenizer)
     if init is None:
         initialise_from_text(drafter, target, written[:_SAMPLE])
-    options: dict[str, Any] = {"calibration_steps": calibration_steps, **job.options}
+    options: dict[str, Any] = {
+        "calibration_steps": calibration_steps,
+        "calibration_batch_size": calibration_batch_size,
+        **job.options,
+    }
     metrics = train_flexdraft(drafter, target, written, held_out, job.output / "run", **options)
     finish(job, "flexdraft", drafter, written, held_out, metrics, options, init=init)
     return metrics

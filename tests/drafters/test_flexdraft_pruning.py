@@ -80,3 +80,9 @@ def test_the_rows_that_ride_are_told() -> None:
     finally:
         session.close()
     assert session.riding_rows == 0
+
+
+def test_the_threshold_of_groups_goes_by_the_device() -> None:
+    options = FlexDraftOptions()
+    assert options.group_score(torch.device("cpu")) > options.group_score(torch.device("cuda"))
+    assert FlexDraftOptions(flex_group_score=0.0).group_score(torch.device("cpu")) == 0.0

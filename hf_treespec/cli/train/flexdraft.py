@@ -29,6 +29,9 @@ def flexdraft(
     calibration_steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of the calibration.", show_default="a quarter of --steps")
     ] = None,
+    calibration_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a step of it.", show_default="4 x --batch-size")
+    ] = None,
     text: Text,
     run: Run = Run(learning_rate=2e-4, anchors=32),
 ) -> None:
@@ -49,5 +52,6 @@ def flexdraft(
             block_size=block_size,
             calibration_rank=calibration_rank,
             calibration_steps=calibration_steps,
+            calibration_batch_size=calibration_batch_size,
         )
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from ...configuration import TreeSpecConfig, check_count
 
 MODES = ("auto", "batch", "parallel", "sequential")
@@ -24,7 +26,8 @@ class FlexDraftOptions(TreeSpecConfig):
         flex_variant: How mask rows ride. `"joint"`: in the very layer call of the verified rows, whose values it moves
             by rounding. `"twice"`: in a second call of each layer; verified rows and cache keep their bits.
         flex_group_score: Path score below which a node brings no mask rows along; where the walk ends on such a node
-            the next draft is sequential. The released code's threshold is 0.01.
+            the next draft is sequential. None = by device: 0.1 on a CPU, where every row costs, and 0.01, the released
+            code's threshold, elsewhere.
         flex_groups: Most nodes with mask rows, the likeliest; None = all.
         flex_verify_score: Path score below which a candidate is not verified at all; 0 = verify what the budget takes.
     """
@@ -32,7 +35,7 @@ class FlexDraftOptions(TreeSpecConfig):
     flex_mode: Literal["auto", "batch", "parallel", "sequential"] = "auto"
     flex_parallel_batch: int = 2
     flex_variant: Literal["joint", "twice"] = "joint"
-    flex_group_score: float = 0.01
+    flex_group_score: float | None = None
     flex_groups: int | None = None
     flex_verify_score: float = 0.0
 
@@ -45,11 +48,18 @@ class FlexDraftOptions(TreeSpecConfig):
         check_count("flex_groups", self.flex_groups)
         check_count("flex_parallel_batch", self.flex_parallel_batch)
         for name in ("flex_group_score", "flex_verify_score"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"`{name}` is a path score of at least 0 and below 1, got {getattr(self, name)!r}.")
+            score = getattr(self, name)
+            if score is not None and not 0.0 <= score < 1.0:
+                raise ValueError(f"`{name}` is a path score of at least 0 and below 1, got {score!r}.")
 
     def mode(self, batch_size: int) -> Literal["parallel", "sequential"]:
         """The mode that a batch of `batch_size` rows is drafted for in, before anything is measured."""
         if self.flex_mode in ("parallel", "sequential"):
             return self.flex_mode
         return "parallel" if batch_size <= self.flex_parallel_batch else "sequential"
+
+    def group_score(self, device: torch.device) -> float:
+        """The path score below which a node brings no mask rows along on a device."""
+        if self.flex_group_score is not None:
+            return self.flex_group_score
+        return 0.1 if device.type == "cpu" else 0.01

@@ -135,8 +135,9 @@ class FlexDraftSession(DraftSession):
     def _worth_a_group(self, tree: DraftTree) -> int:
         """How many of the nodes, which stand in the order of their path scores, bring mask rows along."""
         most = min(len(tree), self.options.flex_groups or len(tree))
-        if self.options.flex_group_score and most > 1:
-            likely = (tree.scores()[:, :most] >= self.options.flex_group_score).sum(1).max()
+        score = self.options.group_score(tree.tokens.device)
+        if score and most > 1:
+            likely = (tree.scores()[:, :most] >= score).sum(1).max()
             most = max(1, int(likely))
         return most
 
