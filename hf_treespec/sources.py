@@ -7,7 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    get_token,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -18,6 +25,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import sha
 
+#: What the HTTP library under huggingface_hub raises, whichever that is: httpx, or its successor.
+HTTPError: type[Exception] = HfHubHTTPError.__mro__[1]
 _SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 
 
@@ -52,6 +61,7 @@ class ModelFiles:
         self.cache_dir = cache_dir or constants.HF_HUB_CACHE
         self.token, self.local_files_only, self.force_download = token, local_files_only, force_download
         self.commit: str | None = None
+        self._reached = local_files_only
         #: Where the files lie; of a repository once one of them has been found.
         self.folder: Path | None = Path(source) / self.subfolder if Path(source).is_dir() else None
 
@@ -77,6 +87,8 @@ class ModelFiles:
                     return found
         for name in names:
             if self.commit is None or known[name] is None:
+                if known[name] is None:
+                    self._reach(name)
                 path = self._download(name)
                 if path is not None:
                     self._verify(path, name, before=known[name])
@@ -92,6 +104,19 @@ class ModelFiles:
             revision=self.commit or self.revision,
         )
         return Path(found) if isinstance(found, str) else found
+
+    def _reach(self, name: str) -> None:
+        """Asks the Hub once, whose client asks for half a minute for a file that is not in the cache."""
+        if self._reached or constants.HF_HUB_OFFLINE:
+            return
+        url = hf_hub_url(self.source, name, subfolder=self.subfolder or None, revision=self.revision)
+        try:
+            get_hf_file_metadata(url, token=self.token)
+        except HfHubHTTPError:
+            pass  # an answer, of which the download tells what it means
+        except HTTPError as error:
+            raise LocalEntryNotFoundError(f"{self._advice(error, name)}\n({error})") from error
+        self._reached = True
 
     def _download(self, name: str) -> Path | None:
         try:
@@ -170,7 +195,10 @@ class ModelFiles:
             return asked + "`local_files_only=True` forbids asking the Hub. Load it once without."
         if constants.HF_HUB_OFFLINE:
             return asked + "HF_HUB_OFFLINE forbids asking the Hub. Load it once without."
-        return asked + f"{constants.ENDPOINT} cannot be reached. Check the connection and HF_ENDPOINT."
+        return asked + (
+            f"the Hub at {constants.ENDPOINT} cannot be reached. Check the connection and HF_ENDPOINT; without the "
+            "Hub, give a folder, or the cache that has a copy (HF_HOME, with HF_HUB_OFFLINE=1)."
+        )
 
 
 def find_source(name: str | Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -86,18 +87,20 @@ def inspect_drafter(drafter: str, target: str | None = None, *, weights: bool = 
     """
     source = _find(drafter, "dflash")
     files = ModelFiles(source)
-    origin, dialect = _origin(files), ""
+    dialect = ""
     try:
         dialect = _dialect(Checkpoint(files).config)
         model = AutoDrafter.from_pretrained(source, dtype="auto")
     except ValueError as error:
-        finding = Finding("checkpoint", Status.wrong, str(error))
-        return Inspection(drafter, target, "does not load", dialect=dialect, origin=origin, findings=[finding])
-    network, findings = None, []
+        origin, findings = _origin(files)
+        findings = [Finding("checkpoint", Status.wrong, str(error)), *findings]
+        return Inspection(drafter, target, "does not load", dialect=dialect, origin=origin, findings=findings)
+    network = None
+    origin, findings = _origin(files)
     if target is not None:
         place = _find(target, "target")
         network = _target(place, weights)
-        findings = [*_examine(model, network), *_mask_in_tokenizer(model, place)]
+        findings = [*_examine(model, network), *_mask_in_tokenizer(model, place), *findings]
     statuses = {finding.status for finding in findings}
     verdict = "fits"
     if network is None:
@@ -125,6 +128,8 @@ def _find(name: str, default: str) -> str:
 
 
 def _target(source: str, weights: bool) -> PreTrainedModel:
+    # Where the Hub is out of reach, transformers takes half a minute to say so.
+    ModelFiles(source).find("config.json")
     config = AutoConfig.from_pretrained(source)
     # The class it was saved as: that of a multimodal target is none of AutoModelForCausalLM's.
     named = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
@@ -221,15 +226,19 @@ def _memory(drafter: BlockDrafter) -> dict[str, Any]:
     }
 
 
-def _origin(files: ModelFiles) -> dict[str, str | None]:
-    """What the card says; nothing where there is none, or one whose metadata cannot be read."""
-    path = files.find("README.md")
+def _origin(files: ModelFiles) -> tuple[dict[str, str | None], list[Finding]]:
+    """What the card says; nothing where there is none, or one that cannot be had or whose metadata cannot be read."""
+    findings = []
     try:
+        path = files.find("README.md")
         metadata = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path else {}
+    except LocalEntryNotFoundError as error:
+        metadata, findings = {}, [Finding("card", Status.unchecked, str(error).partition("\n")[0])]
     except (ValueError, YAMLError):
         metadata = {}
     base = metadata.get("base_model")
-    return {"licence": license_of(metadata), "trained_for": ", ".join(base) if isinstance(base, list) else base}
+    trained_for = ", ".join(base) if isinstance(base, list) else base
+    return {"licence": license_of(metadata), "trained_for": trained_for}, findings
 
 
 def _recorded(drafter: str, config: Any) -> dict[str, str]:

@@ -25,13 +25,11 @@ from jinja2 import Template
 
 from .. import __version__
 from ..drafters.base import BlockDrafter
-from ..sources import is_hub_id
+from ..sources import HTTPError, is_hub_id
 from .cards import check_card, render_card, training_section, write_card
 from .licenses import choose_license, license_of
 from .measurement import check_measurement, read_measurement
 
-#: What the HTTP library under huggingface_hub raises, whichever that is: httpx, or its successor.
-_HTTPError: type[Exception] = HfHubHTTPError.__mro__[1]
 _TOKENS = "https://huggingface.co/settings/tokens"
 #: What an older version may have left in the repository and this one does not overwrite: shards and their index.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json"]
@@ -303,7 +301,7 @@ def base_metadata(target: str, token: str | bool | None = None) -> Mapping[str, 
         ) from None
     except HfHubHTTPError:
         raise
-    except (OfflineModeIsEnabled, _HTTPError):
+    except (OfflineModeIsEnabled, HTTPError):
         return {}
     return data.to_dict() if data else {}
 

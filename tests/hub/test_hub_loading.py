@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from safetensors.torch import save
 from hf_treespec import AutoDrafter
 from hf_treespec.drafters.auto import drafting_device
 from hf_treespec.drafters.base import BlockDrafter
+from hf_treespec.drafters.checks import Status
 from hf_treespec.drafters.dflash import DFlashDrafter
+from hf_treespec.evaluation.inspection import inspect_drafter
 from hf_treespec.sources import ModelFiles
 
 REPOSITORY = "acme/drafter"
@@ -348,26 +351,73 @@ def test_a_hub_that_fails(
     assert_equal(load())  # from the cache
 
 
-@pytest.mark.parametrize("way", ["offline", "local_files_only", "unreachable"])
+@pytest.mark.parametrize("way", ["offline", "local_files_only"])
 def test_without_the_hub_and_without_a_cache(
     hub: LoopbackHub, repository: Repository, monkeypatch: pytest.MonkeyPatch, way: str
 ):
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    if way == "unreachable":
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", way == "offline")
+    reason = {
+        "offline": "HF_HUB_OFFLINE forbids asking",
+        "local_files_only": "`local_files_only=True` forbids asking",
+    }[way]
+    with pytest.raises(LocalEntryNotFoundError, match=rf"config.json of acme/drafter \(revision 'main'\).*{reason}"):
+        load(local_files_only=way == "local_files_only")
+    assert not hub.requests
+
+
+@pytest.fixture
+def unreachable(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Takes the Hub away. Whoever then waits to ask once more fails."""
+
+    def no_waiting(seconds: float) -> None:
+        pytest.fail(f"waits {seconds} s")
+
+    def take_away() -> None:
         nobody = "http://127.0.0.1:9"
         monkeypatch.setattr(constants, "ENDPOINT", nobody)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", nobody + "/{repo_id}/resolve/{revision}/{filename}"
         )
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", way == "offline")
-    reason = {
-        "offline": "HF_HUB_OFFLINE forbids asking",
-        "local_files_only": "`local_files_only=True` forbids asking",
-        "unreachable": "http://127.0.0.1:9 cannot be reached",
-    }[way]
-    with pytest.raises(LocalEntryNotFoundError, match=rf"config.json of acme/drafter \(revision 'main'\).*{reason}"):
-        load(local_files_only=way == "local_files_only")
-    assert not hub.requests
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", no_waiting)
+
+    return take_away
+
+
+@pytest.mark.parametrize(
+    ("ask", "repo"),
+    [
+        (load, REPOSITORY),
+        (lambda: load(force_download=True), REPOSITORY),
+        (lambda: AutoDrafter.for_target("Qwen/Qwen3-4B"), "z-lab/Qwen3-4B-DFlash-b16"),
+        (lambda: inspect_drafter(REPOSITORY), REPOSITORY),
+        (lambda: inspect_drafter("embedded", "acme/target"), "acme/target"),
+    ],
+    ids=["from_pretrained", "anew", "for_target", "inspect", "inspect's target"],
+)
+def test_an_unreachable_hub_is_told_at_once(unreachable: Callable[[], None], ask: Callable[[], Any], repo: str):
+    unreachable()
+    with pytest.raises(LocalEntryNotFoundError, match=rf"config.json of {repo} \(revision 'main'\)") as caught:
+        ask()
+    assert "the Hub at http://127.0.0.1:9 cannot be reached. Check the connection and HF_ENDPOINT" in str(caught.value)
+    assert "give a folder, or the cache that has a copy (HF_HOME, with HF_HUB_OFFLINE=1)" in str(caught.value)
+
+
+def test_a_hub_lost_before_the_weights_is_told_at_once(repository: Repository, unreachable: Callable[[], None]):
+    ModelFiles(REPOSITORY).find("config.json")
+    unreachable()
+    with pytest.raises(LocalEntryNotFoundError, match=r"model.safetensors of acme/drafter .* cannot be reached"):
+        load()
+
+
+def test_a_cached_drafter_needs_no_hub(repository: Repository, unreachable: Callable[[], None]):
+    load()
+    unreachable()
+    assert_equal(load())
+    found = inspect_drafter(REPOSITORY)
+    assert found.family == "DFlashDrafter"
+    (card,) = found.findings
+    assert (card.rule, card.status) == ("card", Status.unchecked)
+    assert card.found.startswith("README.md of acme/drafter")
 
 
 def test_weights_that_are_not_cached_are_named_offline(repository: Repository, monkeypatch: pytest.MonkeyPatch):
