@@ -208,11 +208,14 @@ def find_source(name: str | Path) -> str:
 
     Raises:
         FileNotFoundError: It is a path, and there is nothing.
+        NotADirectoryError: It is a file.
     """
     source = os.path.expanduser(name)  # noqa: PTH111  (pathlib raises where there is no such user)
     is_path = isinstance(name, Path) or str(name).startswith((".", "~", os.sep)) or source.count(os.sep) > 1
     if is_path and not Path(source).exists():
         raise FileNotFoundError(f"There is no folder {str(name)!r}. Give one that exists, or a Hub id `owner/name`.")
+    if Path(source).is_file():
+        raise NotADirectoryError(f"A model is a folder, and {str(name)!r} is a file. Give the folder that it is in.")
     return source
 
 

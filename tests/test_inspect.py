@@ -160,6 +160,12 @@ def test_a_target_that_is_no_causal_lm(paths: tuple[str, str], tmp_path: Path):
     assert result.stderr.startswith("Error: ")
 
 
+def test_a_drafter_in_place_of_the_target(paths: tuple[str, str]):
+    result = inspect(paths[1], "--target", paths[1])
+    assert result.exit_code == 2
+    assert "is a drafter (DFlashDrafter). Give the causal LM that it was trained for." in result.stderr
+
+
 def test_json_holds_everything(paths: tuple[str, str], tmp_path: Path):
     rope = {"rope_type": "default", "rope_theta": 1e6}
     drafter = edited(paths[1], tmp_path / "drafter", rope_parameters=rope)

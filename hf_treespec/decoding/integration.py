@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 import transformers.pipelines.base as pipelines_base
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from ..attention import interface
 from ..caches import UnsupportedCacheError
-from ..drafters.auto import AutoDrafter, drafting_device, find_family
+from ..drafters.auto import AutoDrafter, drafting_device, family_of
 from ..drafters.base import BlockDrafter
 from ..sources import find_source
 from .report import GenerationReport
@@ -155,10 +155,8 @@ def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[...
 def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> Any:
-        if isinstance(assistant_model, str):
-            config, _ = PreTrainedConfig.get_config_dict(find_source(assistant_model))
-            if find_family(config) is not None:
-                assistant_model = AutoDrafter.from_pretrained(assistant_model)
+        if isinstance(assistant_model, str) and family_of(find_source(assistant_model)) is not None:
+            assistant_model = AutoDrafter.from_pretrained(assistant_model)
         if not isinstance(assistant_model, BlockDrafter):
             return original(model, assistant_model, assistant_tokenizer)
         return assistant_model.to(device=drafting_device(model)), assistant_tokenizer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 from collections.abc import Mapping
@@ -60,6 +61,20 @@ def find_family(config: Mapping[str, Any], tensor_names: frozenset[str] = frozen
         if cast(DrafterFamily, family).recognises(dict(config), tensor_names):
             return family
     return None
+
+
+def family_of(source: str) -> type[BlockDrafter] | None:
+    """The drafter class of a folder or Hub id, from its `config.json` alone; None where that is no drafter's.
+
+    Raises:
+        LocalEntryNotFoundError: It is not in the cache, and the Hub cannot or may not be asked.
+    """
+    path = ModelFiles(source).find("config.json")
+    try:
+        config = json.loads(path.read_bytes()) if path is not None else None
+    except ValueError:
+        return None
+    return find_family(config) if isinstance(config, dict) else None
 
 
 class AutoDrafter:

@@ -37,6 +37,12 @@ _SIZES = {
     "target_hidden_size": None,
     "block_size": 4096,
 }
+#: Fields that hold others, and lists.
+_FORMS: dict[str, type] = {
+    **dict.fromkeys(("dflash_config", "flexdraft_config", "speculators_config", "transformer_layer_config"), dict),
+    **dict.fromkeys(("treeflash_config", "rope_parameters", "rope_scaling", "verifier"), dict),
+    **dict.fromkeys(("layer_types", "target_layer_ids", "aux_hidden_state_layer_ids", "attention_layouts"), list),
+}
 #: Fields under which transformers takes a repository's name and runs the code in it.
 _CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
@@ -58,7 +64,7 @@ class Checkpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         path = files.find("config.json")
         if path is None:
-            raise FileNotFoundError(f"{self} has no config.json. Is it a model, and is it not in a subfolder?")
+            raise FileNotFoundError(f"{self} has no config.json. {self._what_it_is()}")
         self.config = self._read_json(path)
         self._check_config()
 
@@ -67,6 +73,18 @@ class Checkpoint:
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self}: {what}")
+
+    def _what_it_is(self) -> str:
+        """What files without a `config.json`, or without weights beside it, are, and what to do."""
+        if self.files.find("adapter_config.json") is not None:
+            return (
+                "It is a PEFT adapter, not a drafter. Load the drafter it was trained on, put the adapter on it with "
+                "PEFT, and save what `merge_and_unload()` gives."
+            )
+        quantised = sorted(self.files.folder.glob("*.gguf")) if self.files.folder else []
+        if quantised:
+            return f"It has {quantised[0].name}, and GGUF is not read. Give the drafter's safetensors checkpoint."
+        return "Is it a drafter, and is it not in a subfolder?"
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         size = path.stat().st_size
@@ -87,10 +105,20 @@ class Checkpoint:
         architectures = self.config.get("architectures")
         if architectures is not None and not _all_strings(architectures):
             raise self._error(f"architectures is {architectures!r} instead of a list of names.")
+        for name in ("dtype", "torch_dtype"):
+            value = self.config.get(name)
+            dtype = getattr(torch, str(value).removeprefix("torch."), None)
+            if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise self._error(
+                    f"{name} is {value!r} instead of the name of a floating-point type, like 'bfloat16'."
+                )
         for path, value in _fields(self.config):
             name = path.rpartition(".")[2]
             if name in _CODE and "/" in str(value):
                 raise self._error(f"{path} is {value!r}, which would run the code of that repository. Remove it.")
+            form = _FORMS.get(name)
+            if form is not None and value is not None and not isinstance(value, form):
+                raise self._error(f"{path} is {value!r} instead of {'a list' if form is list else 'an object'}.")
             if name not in _SIZES or value is None:
                 continue
             if type(value) is not int or value < 1:
@@ -116,7 +144,8 @@ class Checkpoint:
     def _without_weights(self) -> Exception:
         pickle = self.files.find(*_PICKLES)
         if pickle is None:
-            return FileNotFoundError(f"{self} has no weights (neither {SAFE_WEIGHTS_NAME} nor its index).")
+            lacking = f"{self} has no weights (neither {SAFE_WEIGHTS_NAME} nor its index)."
+            return FileNotFoundError(f"{lacking} {self._what_it_is()}")
         return self._error(
             f"its weights are pickled ({pickle.name}); unpickling runs whatever code is in the file, so it has not "
             "been opened. Use a revision with safetensors, or convert it where you trust it: load it there and call "
@@ -158,14 +187,29 @@ class Checkpoint:
         """Builds the drafter that the configuration describes without memory for its weights, and counts them.
 
         Raises:
-            CheckpointError: It cannot be built, or has more than twice the elements that the files hold.
+            CheckpointError: It cannot be built, or has more than twice the elements that the files hold; or the files
+                have a weight under two names, or an adapter beside them, which transformers would put on it.
         """
+        if self.files.folder is not None and (self.files.folder / "adapter_config.json").is_file():
+            raise self._error(
+                "adapter_config.json beside its weights would put a PEFT adapter on them. Take it away, or merge it "
+                "into the weights (`merge_and_unload()`) and save those."
+            )
+        prefix = f"{family.base_model_prefix}."
+        twice = sorted(name for name in self.shapes if name.removeprefix(prefix) in self.shapes.keys() - {name})
+        if twice:
+            raise self._error(
+                f"tensors are there with and without {prefix!r}: {', '.join(twice)}. Remove one of each."
+            )
         try:
             config = family.config_class.from_pretrained(str(self.files.folder))
             with torch.device("meta"):
                 wanted = sum(parameter.numel() for parameter in family(config).parameters())
         except Exception as error:
-            raise self._error(f"config.json describes no {family.__name__} that can be built: {error}") from error
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise self._error(
+                f"config.json describes no {family.__name__} that can be built: {kind}{error}"
+            ) from error
         held = sum(math.prod(shape) for shape in self.shapes.values())
         if wanted > 2 * held:
             raise self._error(f"config.json describes {wanted:,} parameters, but its files hold {held:,}.")

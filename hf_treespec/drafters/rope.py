@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .fields import POSITIVE
+
 #: Kinds whose frequencies depend on the length the model was trained at before they were stretched.
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 #: Kinds whose frequencies a drafter can share with its target: they do not follow the length of a forward.
@@ -41,6 +45,21 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         if length is not None:
             rope["original_max_position_embeddings"] = length
     return rope
+
+
+def check_rope(rope: Mapping[str, Any]) -> None:
+    """Checks that a drafter's `rope_parameters` name a rotary embedding that there is, and its base.
+
+    Raises:
+        ValueError: They do not.
+    """
+    kinds = ["default", *ROPE_INIT_FUNCTIONS]
+    if rope.get("rope_type", "default") not in kinds:
+        raise ValueError(
+            f"rope_parameters has the rope_type {rope['rope_type']!r}; it is one of {sorted(set(kinds))}."
+        )
+    if not POSITIVE.holds(rope.get("rope_theta")):
+        raise ValueError(f"rope_parameters has the rope_theta {rope.get('rope_theta')!r}; it is {POSITIVE.name}.")
 
 
 def target_ropes(text_config: Any) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from ..drafters.checks import Finding, Status, describe_windows, examine, mask_i
 from ..drafters.rope import describe_rope
 from ..hub.licenses import license_of
 from ..sources import ModelFiles, find_source
+from .loading import find_target
 
 _EMBEDDED = "embedded"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -83,9 +84,10 @@ def inspect_drafter(drafter: str, target: str | None = None, *, weights: bool = 
 
     Raises:
         OSError: There is no such model.
-        ValueError: The target's configuration is of no causal LM.
+        ValueError: The target's configuration is of no causal LM, or a drafter's.
     """
-    source = _find(drafter, "dflash")
+    kind, _, family = drafter.partition(":")
+    source = str(embedded.path(family or "dflash")) if kind == _EMBEDDED else find_source(drafter)
     files = ModelFiles(source)
     dialect = ""
     try:
@@ -98,7 +100,7 @@ def inspect_drafter(drafter: str, target: str | None = None, *, weights: bool = 
     network = None
     origin, findings = _origin(files)
     if target is not None:
-        place = _find(target, "target")
+        place = find_target(target)
         network = _target(place, weights)
         findings = [*_examine(model, network), *_mask_in_tokenizer(model, place), *findings]
     statuses = {finding.status for finding in findings}
@@ -122,14 +124,7 @@ def inspect_drafter(drafter: str, target: str | None = None, *, weights: bool = 
     )
 
 
-def _find(name: str, default: str) -> str:
-    kind, _, family = name.partition(":")
-    return str(embedded.path(family or default)) if kind == _EMBEDDED else find_source(name)
-
-
 def _target(source: str, weights: bool) -> PreTrainedModel:
-    # Where the Hub is out of reach, transformers takes half a minute to say so.
-    ModelFiles(source).find("config.json")
     config = AutoConfig.from_pretrained(source)
     # The class it was saved as: that of a multimodal target is none of AutoModelForCausalLM's.
     named = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from .. import embedded
 from ..drafters import AutoDrafter
+from ..drafters.auto import family_of
 from ..drafters.base import BlockDrafter
 from ..sources import find_source
 
@@ -27,18 +28,38 @@ def load_pair(
 
     Raises:
         FileNotFoundError: A path leads nowhere, or there is no such embedded model.
+        ValueError: The target is a drafter.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     name, _, family = drafter.partition(":")
     if target == name == _EMBEDDED:
         return embedded.load(dtype, device, family=family or "dflash")
     if target == _EMBEDDED:
-        source, dtype = str(embedded.path("target")), dtype or torch.float32
-    else:
-        source = find_source(target)
+        dtype = dtype or torch.float32
+    source = find_target(target)
     assistant = load_drafter(drafter, dtype=dtype, device=device)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").to(device)
     return model, assistant, AutoTokenizer.from_pretrained(source)
+
+
+def find_target(target: str) -> str:
+    """A target's folder or Hub id, after a look at its `config.json`.
+
+    Args:
+        target: Hub id, path, or `"embedded"`.
+
+    Raises:
+        FileNotFoundError: A path leads nowhere, or the Hub cannot be reached, which transformers takes half a minute
+            to find out.
+        ValueError: It is a drafter, of which `AutoModelForCausalLM` may make a model of random weights.
+    """
+    source = str(embedded.path("target")) if target == _EMBEDDED else find_source(target)
+    family = family_of(source)
+    if family is not None:
+        raise ValueError(
+            f"The target {target!r} is a drafter ({family.__name__}). Give the causal LM that it was trained for."
+        )
+    return source
 
 
 def load_drafter(drafter: str, *, dtype: torch.dtype | None = None, device: str | None = None) -> BlockDrafter:

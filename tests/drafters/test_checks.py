@@ -52,6 +52,12 @@ def test_a_right_pair_fits_without_a_warning(family: str, warnings: list[str]):
     assert models.hook_count(network) == hooks
 
 
+def test_a_drafter_is_no_target():
+    drafter = tiny_drafter(tiny_target())
+    with pytest.raises(ValueError, match=r"DFlashDrafter is a drafter itself\. Give the causal LM"):
+        drafter.check_target(drafter)
+
+
 SLOW: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another base": ({}, rope(rope_theta=1e6), r"the drafter's rope_theta is 1,000,000, the target's 10,000"),
     "a lost base": (rope(rope_theta=1e6), rope(), r"the drafter's rope_theta is 10,000, the target's 1,000,000"),

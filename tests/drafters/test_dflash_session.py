@@ -284,7 +284,6 @@ def encoder_decoder(target: Any) -> Any:
         ({}, {"target_hidden_size": 24}, "feature width is 48, the drafter's target_hidden_size is 24"),
         ({"num_hidden_layers": 7}, {}, "number of layers is 7, the drafter's num_target_layers is 6"),
         ({}, {"target_layer_ids": [1, 6], "num_target_layers": None}, r"target_layer_ids \[6\] are no decoder layers"),
-        ({}, {"target_layer_ids": [-1, 3]}, r"target_layer_ids \[-1\] are no decoder layers"),
         ({"vocab_size": 50}, {}, "vocabulary size is 50, the drafter's vocab_size is 61"),
         ({}, {"mask_token_id": 61}, "mask_token_id 61 is no row"),
         (without_head, {}, "Qwen3Model has no input embedding or no output head"),

@@ -179,7 +179,7 @@ def test_a_wrong_target_is_refused_by_name(changes: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"target_layer_ids": []}, "last layers without a gap"),
+        ({"target_layer_ids": [1, 3]}, "last layers without a gap"),
         ({"target_layer_ids": [2, 3], "num_target_layers": 5}, "the last of 5 target layers is 4"),
         ({"block_size": 1}, "block_size is 1"),
         ({"calibration_rank": 0}, "calibration_rank is 0"),

@@ -195,7 +195,7 @@ def test_recognises():
     ("fields", "message"),
     [
         ({"ar_approximation": "gru"}, "ar_approximation is 'gru'"),
-        ({"num_parents": 0}, "at least one parent"),
+        ({"num_parents": 0}, "num_parents is 0; it is a positive whole number, or None"),
         ({"head": "half"}, "head is 'half'"),
         ({"head_candidates": 8}, "below num_parents"),
         ({"dead_end_discount": 1.5}, "above 0 and at most 1"),

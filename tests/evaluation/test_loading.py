@@ -87,3 +87,9 @@ def test_a_missing_family_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(FileNotFoundError, match="`flexdraft` is not in this installation"):
         load_pair("embedded", "embedded:flexdraft")
     (folder / "flexdraft").rmdir()
+
+
+def test_a_drafter_is_no_target(folder: Path):
+    drafter = str(folder / "dflash")
+    with pytest.raises(ValueError, match=r"is a drafter \(DFlashDrafter\)\. Give the causal LM"):
+        load_pair(drafter, drafter)

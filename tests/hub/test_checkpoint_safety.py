@@ -252,7 +252,7 @@ def test_truncated_weights(sound: Files, refused_everywhere: Callable[..., None]
         ({"head_dim": 10**9}, "parameters, but its files hold"),
         ({"num_attention_heads": 10**6}, "parameters, but its files hold"),
         ({"num_hidden_layers": 100, "layer_types": None}, "parameters, but its files hold"),
-        ({"target_layer_ids": [1] * 1000}, "parameters, but its files hold"),
+        ({"target_layer_ids": [*range(1000)]}, "parameters, but its files hold"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1 instead of a positive whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0 instead"),
         ({"hidden_size": "64"}, "hidden_size is '64' instead"),
@@ -265,9 +265,24 @@ def test_truncated_weights(sound: Files, refused_everywhere: Callable[..., None]
         ({"rope_theta": float("-inf")}, "config.json is no sound JSON: -Infinity is no number"),
         ({"architectures": 3}, "architectures is 3 instead of a list of names"),
         ({"architectures": [["DFlashDrafter"]]}, "architectures is .* instead of a list of names"),
-        ({"target_layer_ids": 5}, "config.json describes no DFlashDrafter that can be built"),
-        ({"hidden_act": "no_such_function"}, "config.json describes no DFlashDrafter that can be built"),
-        ({"rope_parameters": [1]}, "config.json describes no DFlashDrafter that can be built"),
+        ({"target_layer_ids": 5}, "target_layer_ids is 5 instead of a list"),
+        ({"target_layer_ids": []}, r"target_layer_ids is \[\]; it is a list of at least one decoder layer"),
+        ({"target_layer_ids": [-1, 1]}, r"target_layer_ids is \[-1, 1\]; it is a list of"),
+        ({"target_layer_ids": [1, 1]}, r"target_layer_ids is \[1, 1\]; it is .* none twice"),
+        ({"target_layer_ids": ["1", "2"]}, r"target_layer_ids is \['1', '2'\]; it is a list of"),
+        ({"mask_token_id": None}, "mask_token_id is None; it is a token id"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it is a positive number"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many'; it is a positive whole number"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'; it is a token id or a list of them"),
+        ({"is_causal": 3}, "is_causal is 3; it is true or false"),
+        ({"hidden_act": "no_such_function"}, "hidden_act is 'no_such_function'; it is the name of an activation"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\] instead of an object"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "has the rope_type 'spiral'; it is one of"),
+        ({"rope_parameters": {"rope_theta": 0}}, "has the rope_theta 0; it is a positive number"),
+        ({"dflash_config": 5}, "dflash_config is 5 instead of an object"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention' instead of a list"),
+        ({"dtype": 3}, "dtype is 3 instead of the name of a floating-point type"),
+        ({"torch_dtype": "int8"}, "torch_dtype is 'int8' instead of the name of a floating-point type"),
         (
             {"attn_implementation": "mallory/kernel"},
             "attn_implementation is 'mallory/kernel', which would run the code",
@@ -307,6 +322,39 @@ def test_wrong_shapes(sound: Files, refused: Callable[..., None]):
     tensors["fc.weight"] = torch.zeros(64, 64)
     message = r"misshaped: fc\.weight \[64, 64\] instead of \[64, 128\]"
     refused(sound | {WEIGHTS: save(tensors, {"format": "pt"})}, message, ValueError)
+
+
+def test_a_weight_under_two_names(sound: Files, refused: Callable[..., None]):
+    tensors = load(sound[WEIGHTS])
+    tensors["model.fc.weight"] = torch.zeros(3)
+    message = r"tensors are there with and without 'model\.': model\.fc\.weight"
+    refused(sound | {WEIGHTS: save(tensors, {"format": "pt"})}, message)
+
+
+ADAPTER = {"adapter_config.json": b'{"peft_type": "LORA", "base_model_name_or_path": "acme/drafter"}'}
+
+
+def test_an_adapter_is_no_drafter(sound: Files, refused_everywhere: Callable[..., None]):
+    message = r"has no config.json. It is a PEFT adapter, not a drafter.*merge_and_unload"
+    refused_everywhere({**ADAPTER, "adapter_model.safetensors": sound[WEIGHTS]}, message, FileNotFoundError)
+
+
+def test_an_adapter_beside_the_weights_is_not_put_on_them(sound: Files, refused: Callable[..., None]):
+    refused(sound | ADAPTER, "adapter_config.json beside its weights would put a PEFT adapter on them")
+
+
+@pytest.mark.parametrize("names", [(), ("config.json",)], ids=["alone", "with a configuration"])
+def test_gguf_is_not_read(sound: Files, refused: Callable[..., None], names: tuple[str, ...]):
+    files = {name: sound[name] for name in names} | {"drafter-q4.gguf": b"GGUF"}
+    refused(files, "It has drafter-q4.gguf, and GGUF is not read", FileNotFoundError)
+
+
+def test_a_file_is_no_folder(sound: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / WEIGHTS).write_bytes(sound[WEIGHTS])
+    monkeypatch.chdir(tmp_path)
+    for name in (tmp_path / WEIGHTS, WEIGHTS):
+        with pytest.raises(NotADirectoryError, match=r"is a file\. Give the folder that it is in"):
+            AutoDrafter.from_pretrained(name)
 
 
 def test_no_weights_at_all(sound: Files, refused_everywhere: Callable[..., None]):

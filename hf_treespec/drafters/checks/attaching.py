@@ -33,6 +33,11 @@ def check(drafter: BlockDrafter, target: PreTrainedModel) -> None:
     Raises:
         ValueError: A rule is broken; the message says the values found, the ones wanted and the fix.
     """
+    if isinstance(target, BlockDrafter):
+        raise ValueError(
+            f"The target is the model that a drafter drafts for, and {type(target).__name__} is a drafter "
+            "itself. Give the causal LM that it was trained for."
+        )
     seen = _CHECKED.setdefault(drafter.weights, weakref.WeakKeyDictionary())
     state = _state(drafter, target)
     if seen.get(target) == state:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -10,12 +9,26 @@ from transformers import PreTrainedConfig
 
 from ...sources import is_hub_id
 from ..feature_layers import spread_layer_ids
-from ..rope import rope_for_target
+from ..fields import ACTIVATION, COUNT, FLAG, LAYERS, NOT_NEGATIVE, POSITIVE, TOKEN, TOKENS, check_fields
+from ..rope import check_rope, rope_for_target
 from ..tensor_names import HUB_ARGUMENTS, read_tensor_names
 from .dialects import find_dialect
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 WINDOW_ORIGINS = ("row", "anchor")
+_KINDS = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), COUNT),
+    **dict.fromkeys(("num_key_value_heads", "max_position_embeddings", "block_size"), COUNT),
+    **dict.fromkeys(("head_dim", "sliding_window", "draft_window", "num_target_layers"), COUNT.or_none()),
+    **dict.fromkeys(("target_hidden_size", "vocab_size", "draft_vocab_size"), COUNT.or_none()),
+    **dict.fromkeys(("attention_bias", "sample_from_anchor", "feature_adapter", "own_embedding", "own_head"), FLAG),
+    **dict.fromkeys(("rms_norm_eps", "input_embedding_scale", "output_multiplier"), POSITIVE.or_none()),
+    **dict.fromkeys(("initializer_range", "attention_dropout"), NOT_NEGATIVE),
+    "final_logit_softcapping": NOT_NEGATIVE.or_none(),
+    "hidden_act": ACTIVATION,
+    "mask_token_id": TOKEN,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), TOKENS.or_none()),
+}
 
 
 class DFlashConfig(PreTrainedConfig):
@@ -103,27 +116,18 @@ class DFlashConfig(PreTrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim or hidden_size // num_attention_heads
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
         self.initializer_range = initializer_range
         self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = dict(rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0})
         self.attention_bias = attention_bias
         self.attention_dropout = attention_dropout
-        self.layer_types = list(layer_types or ["full_attention"] * num_hidden_layers)
         self.sliding_window = sliding_window
         self.window_from = window_from
-        self.is_causal = is_causal if isinstance(is_causal, bool) else list(is_causal)
         self.draft_window = draft_window
         self.block_size = block_size
         self.sample_from_anchor = sample_from_anchor
         self.mask_token_id = mask_token_id
-        if target_layer_ids is None:
-            layers = num_target_layers
-            target_layer_ids = [1] if layers is None else spread_layer_ids(layers, num_hidden_layers)
-        self.target_layer_ids = list(target_layer_ids)
-        self.target_hidden_size = target_hidden_size or hidden_size
         self.feature_adapter = feature_adapter
         self.num_target_layers = num_target_layers
         self.vocab_size = vocab_size
@@ -134,6 +138,17 @@ class DFlashConfig(PreTrainedConfig):
         self.output_multiplier = output_multiplier
         self.final_logit_softcapping = final_logit_softcapping
         self.target_name_or_path = target_name_or_path
+        self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
+        check_fields({"head_dim": head_dim, "target_hidden_size": target_hidden_size, **vars(self)}, _KINDS)
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.rope_parameters = dict(rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0})
+        self.layer_types = list(layer_types or ["full_attention"] * num_hidden_layers)
+        self.is_causal = list(is_causal) if isinstance(is_causal, Sequence) else is_causal
+        if target_layer_ids is None:
+            layers = num_target_layers
+            target_layer_ids = [1] if layers is None else spread_layer_ids(layers, num_hidden_layers)
+        self.target_layer_ids = list(target_layer_ids) if isinstance(target_layer_ids, Sequence) else target_layer_ids
+        self.target_hidden_size = target_hidden_size or hidden_size
         self._validate_fields()
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(
@@ -144,13 +159,20 @@ class DFlashConfig(PreTrainedConfig):
         )
 
     def _validate_fields(self) -> None:
-        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
+        check_fields(vars(self), {"target_layer_ids": LAYERS})
+        check_rope(self.rope_parameters)
+        unknown = [kind for kind in self.layer_types if kind not in LAYER_TYPES]
         if unknown:
             raise ValueError(f"layer_types names {unknown}; a DFlash layer is one of {list(LAYER_TYPES)}.")
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers.")
-        if isinstance(self.is_causal, list) and len(self.is_causal) != self.num_hidden_layers:
-            raise ValueError(f"is_causal has {len(self.is_causal)} entries for {self.num_hidden_layers} layers.")
+        causal = self.is_causal if isinstance(self.is_causal, list) else [self.is_causal] * self.num_hidden_layers
+        if not all(isinstance(flag, bool) for flag in causal):
+            raise ValueError(
+                f"is_causal is {self.is_causal!r}; it is true or false, or a list of that for each layer."
+            )
+        if len(causal) != self.num_hidden_layers:
+            raise ValueError(f"is_causal has {len(causal)} entries for {self.num_hidden_layers} layers.")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("layer_types names sliding_attention, so sliding_window must be a positive number.")
         if self.block_size < 2:
@@ -162,17 +184,10 @@ class DFlashConfig(PreTrainedConfig):
         if self.draft_vocab_size is not None:
             if not self.own_head:
                 raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) needs own_head, which is false.")
-            if not 0 < self.draft_vocab_size <= (self.vocab_size or 0):
+            if self.draft_vocab_size > (self.vocab_size or 0):
                 raise ValueError(
                     f"draft_vocab_size is {self.draft_vocab_size}; it is from 1 to vocab_size ({self.vocab_size})."
                 )
-        for name in ("input_embedding_scale", "output_multiplier"):
-            factor = getattr(self, name)
-            if factor is not None and not (0.0 < factor < math.inf):
-                raise ValueError(f"{name} is {factor}; it is a positive number, or None.")
-        softcap = self.final_logit_softcapping
-        if softcap is not None and not (0.0 <= softcap < math.inf):
-            raise ValueError(f"final_logit_softcapping is {softcap}; it is a positive number, 0, or None.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) is no multiple of num_key_value_heads "

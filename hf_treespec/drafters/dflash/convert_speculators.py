@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, Qwen3Config
 
+from ..fields import LAYERS, check_fields
 from ..rope import read_rope
 from .convert_dflash import decoder_fields, refuse_tensors
 
@@ -34,6 +35,7 @@ def convert_config(config: Mapping[str, Any], tensor_names: frozenset[str] = fro
     if absent:
         raise ValueError(f"the speculators config.json lacks {absent}.")
     features = list(config["aux_hidden_state_layer_ids"])
+    check_fields({"aux_hidden_state_layer_ids": features}, {"aux_hidden_state_layer_ids": LAYERS})
     if min(features) < 1:
         raise ValueError(
             f"aux_hidden_state_layer_ids is {features}: 0 is the output of the target's embedding, which is no "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dflash import DFlashConfig
+from ..fields import COUNT, check_fields
 from .convert_dflash2 import convert_config, is_published
 
 
@@ -41,6 +42,8 @@ class DFlash2Config(DFlashConfig):
         super().__init__(**kwargs)
 
     def _validate_fields(self) -> None:
+        sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        check_fields(vars(self), dict.fromkeys(sizes, COUNT))
         super()._validate_fields()
         foreign = [name for name in ("own_embedding", "own_head", "sample_from_anchor") if getattr(self, name)]
         if foreign:
@@ -48,18 +51,15 @@ class DFlash2Config(DFlashConfig):
                 f"{foreign} of a DFlash 2 drafter are true; the method takes the target's embedding and head, whose "
                 "tokens the codebooks are of, and drafts from the masks' rows alone. Leave them out."
             )
-        if not 1 <= self.conv_kernel_size <= self.block_size:
+        if self.conv_kernel_size > self.block_size:
             raise ValueError(
                 f"conv_kernel_size is {self.conv_kernel_size}; a convolution has at least one tap and at most one for "
                 f"each of the {self.block_size} rows of a block."
             )
-        if self.conv_group_size < 1 or self.hidden_size % self.conv_group_size:
+        if self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"conv_group_size is {self.conv_group_size}; it must divide hidden_size ({self.hidden_size})."
             )
-        for name in ("selector_rank", "selector_top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is at least 1.")
         for layer, kind in enumerate(self.layer_types):
             # The method bounds a row's view of the rows ahead of it too, which says something only in such a window.
             short = kind == "sliding_attention" and (self.sliding_window or 0) < self.block_size

@@ -7,8 +7,17 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..fields import COUNT, LAYERS, NOT_NEGATIVE, TOKENS, check_fields
 from .convert_flexdraft import convert_config, is_released
 from .layout import AttentionLayout
+
+_KINDS = {
+    **dict.fromkeys(("hidden_size", "vocab_size", "block_size"), COUNT),
+    **dict.fromkeys(("num_target_layers", "calibration_rank"), COUNT.or_none()),
+    "target_layer_ids": LAYERS,
+    "initializer_range": NOT_NEGATIVE,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), TOKENS.or_none()),
+}
 
 
 class FlexDraftConfig(PreTrainedConfig):
@@ -49,14 +58,14 @@ class FlexDraftConfig(PreTrainedConfig):
     ) -> None:
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
-        self.target_layer_ids = list(target_layer_ids)
-        self.num_target_layers = num_target_layers
-        if num_target_layers is None and self.target_layer_ids:
-            self.num_target_layers = self.target_layer_ids[-1] + 1
-        self.attention_layouts = list(attention_layouts or [_square_layout(hidden_size)])
+        self.target_layer_ids = list(target_layer_ids) if isinstance(target_layer_ids, Sequence) else target_layer_ids
         self.block_size = block_size
         self.calibration_rank = calibration_rank
         self.initializer_range = initializer_range
+        self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
+        check_fields({"num_target_layers": num_target_layers, **vars(self)}, _KINDS)
+        self.num_target_layers = num_target_layers or self.target_layer_ids[-1] + 1
+        self.attention_layouts = list(attention_layouts or [_square_layout(hidden_size)])
         self.num_hidden_layers = len(self.target_layer_ids)
         self._validate_fields()
         super().__init__(
@@ -68,12 +77,12 @@ class FlexDraftConfig(PreTrainedConfig):
 
     def _validate_fields(self) -> None:
         ids, count = self.target_layer_ids, len(self.target_layer_ids)
-        if not ids or ids != list(range(ids[0], ids[0] + count)) or ids[0] < 0:
+        if ids != list(range(ids[0], ids[0] + count)):
             raise ValueError(f"target_layer_ids are the target's last layers without a gap, 0-based; got {ids}.")
-        if ids[-1] != (self.num_target_layers or 0) - 1:
+        if ids[-1] != self.num_target_layers - 1:
             raise ValueError(
                 f"target_layer_ids end with {ids[-1]}, but the last of {self.num_target_layers} target layers is "
-                f"{(self.num_target_layers or 0) - 1}; mask rows pass through all layers from the first they enter."
+                f"{self.num_target_layers - 1}; mask rows pass through all layers from the first they enter."
             )
         if len(self.attention_layouts) not in (1, count):
             raise ValueError(
@@ -82,8 +91,6 @@ class FlexDraftConfig(PreTrainedConfig):
             )
         if self.block_size < 2:
             raise ValueError(f"block_size is {self.block_size}; a block of at least 2 rows drafts a token.")
-        if self.calibration_rank is not None and self.calibration_rank < 1:
-            raise ValueError(f"calibration_rank is {self.calibration_rank}; it is None or at least 1.")
 
     @property
     def split_layer(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dflash import DFlashConfig
+from ..fields import COUNT, check_fields
 
 #: Values of `MuseGlimmerAssistantConfig` for the fields that a `config.json` leaves out.
 DEFAULTS: dict[str, Any] = {
@@ -47,8 +48,10 @@ class MuseConfig(DFlashConfig):
 
     def __init__(self, **fields: Any) -> None:
         fields = {**DEFAULTS, **fields}
+        check_fields(fields, {"num_hidden_layers": COUNT})
         fields["layer_types"] = fields.get("layer_types") or ["sliding_attention"] * fields["num_hidden_layers"]
-        fields["target_layer_ids"] = fields["target_layer_ids"] or DEFAULTS["target_layer_ids"]
+        if fields["target_layer_ids"] is None:
+            fields["target_layer_ids"] = DEFAULTS["target_layer_ids"]
         theta = fields.pop("rope_theta", ROPE_THETA)
         rope = {"rope_type": "default", "rope_theta": theta, **(fields.get("rope_parameters") or {})}
         super().__init__(**{**fields, "rope_parameters": rope})

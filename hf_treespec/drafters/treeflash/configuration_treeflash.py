@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from ..dflash import DFlashConfig
+from ..fields import COUNT, SHARE, check_fields
 from .convert_treeflash import convert_config, is_published
 
 APPROXIMATIONS = ("swiglu", "linear", None)
 #: M where the configuration leaves it to the device, on a CPU and elsewhere.
 CPU_PARENTS, PARENTS = 4, 16
 HEADS = ("auto", "full", "candidates")
+_KINDS = {"num_parents": COUNT.or_none(), "head_candidates": COUNT, "dead_end_discount": SHARE.or_none()}
 
 
 class TreeFlashConfig(DFlashConfig):
@@ -55,11 +57,10 @@ class TreeFlashConfig(DFlashConfig):
         super().__init__(**kwargs)
 
     def _validate_fields(self) -> None:
+        check_fields(vars(self), _KINDS)
         super()._validate_fields()
         if self.ar_approximation not in APPROXIMATIONS:
             raise ValueError(f"ar_approximation is {self.ar_approximation!r}; it is one of {list(APPROXIMATIONS)}.")
-        if self.num_parents is not None and self.num_parents < 1:
-            raise ValueError(f"num_parents is {self.num_parents}; a depth needs at least one parent.")
         if self.head not in HEADS:
             raise ValueError(f"head is {self.head!r}; it is one of {list(HEADS)}.")
         if self.head_candidates < (self.num_parents or PARENTS):
@@ -67,8 +68,6 @@ class TreeFlashConfig(DFlashConfig):
                 f"head_candidates ({self.head_candidates}) is below num_parents ({self.num_parents}); the parents are "
                 "the first of the candidates."
             )
-        if self.dead_end_discount is not None and not 0.0 < self.dead_end_discount <= 1.0:
-            raise ValueError(f"dead_end_discount is {self.dead_end_discount}; it is above 0 and at most 1, or None.")
 
     def parents_on(self, device: torch.device) -> int:
         """M on a device."""
