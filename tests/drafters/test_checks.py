@@ -58,6 +58,23 @@ def test_a_drafter_is_no_target():
         drafter.check_target(drafter)
 
 
+@pytest.mark.parametrize(
+    ("d2t", "message"),
+    [
+        ([0, 0, VOCAB], rf"to tokens such as {VOCAB + 2}; .* from 0 to {VOCAB - 1}"),
+        ([-1, 0, 0], "to tokens such as -1"),
+        ([1, 0, 0], "to a token twice"),
+    ],
+)
+def test_a_reduced_vocabulary_is_of_the_targets_tokens(d2t: list[int], message: str):
+    network = tiny_target()
+    drafter = tiny_drafter(network, own_head=True, draft_vocab_size=3)
+    assert next(iter(checks.draft_vocabulary(drafter, network))).status is checks.Status.fits
+    drafter.d2t.copy_(torch.tensor(d2t))
+    with pytest.raises(ValueError, match=message):
+        drafter.check_target(network)
+
+
 SLOW: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another base": ({}, rope(rope_theta=1e6), r"the drafter's rope_theta is 1,000,000, the target's 10,000"),
     "a lost base": (rope(rope_theta=1e6), rope(), r"the drafter's rope_theta is 10,000, the target's 1,000,000"),

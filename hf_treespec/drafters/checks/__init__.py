@@ -13,7 +13,7 @@ from .findings import Finding, Rule, Status, own
 from .numbers import embeddings, finite, logits, precision
 from .origin import model_name, trained_target
 from .positions import attention_windows, check_length, describe_windows, rotary_embedding
-from .tokens import mask_in_tokenizer, mask_token, special_tokens, vocabulary
+from .tokens import draft_vocabulary, mask_in_tokenizer, mask_token, special_tokens, vocabulary
 
 __all__ = [
     "Finding",
@@ -24,6 +24,7 @@ __all__ = [
     "check_length",
     "decoder_only",
     "describe_windows",
+    "draft_vocabulary",
     "embeddings",
     "examine",
     "feature_layers",

@@ -40,6 +40,26 @@ def vocabulary(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Findi
         yield equal("vocabulary", found, wanted, "vocabulary size", "vocab_size")
 
 
+def draft_vocabulary(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
+    """The columns of a head of a reduced vocabulary stand for tokens of the target, each for one of its own."""
+    rule, ids = "draft vocabulary", getattr(drafter, "target_ids", None)
+    if ids is None or ids.is_meta:
+        return
+    size, tokens = text_config(target).vocab_size, ids.tolist()
+    outside = sorted({token for token in tokens if not 0 <= token < size})
+    if outside or len(set(tokens)) < len(tokens):
+        what = f"tokens such as {outside[0]}" if outside else "a token twice"
+        yield Finding(
+            rule,
+            Status.wrong,
+            f"d2t maps columns of the drafter's head to {what}",
+            f"the token of column i is i + d2t[i], and these are distinct tokens of the target, from 0 to {size - 1}",
+            "Correct d2t, or use the target this drafter was trained for.",
+        )
+    else:
+        yield fits(rule, f"{len(tokens):,} tokens")
+
+
 def special_tokens(drafter: BlockDrafter, target: PreTrainedModel) -> Iterator[Finding]:
     """Begin and end of a text are the same tokens, as they are with the same tokenizer."""
     rule, differing = "special tokens", []

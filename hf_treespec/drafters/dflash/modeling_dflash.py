@@ -133,6 +133,7 @@ class DFlashDrafter(LoudLoading, BlockDrafter):
         checks.widths,
         checks.feature_layers,
         checks.vocabulary,
+        checks.draft_vocabulary,
         checks.special_tokens,
         checks.mask_token,
         checks.rotary_embedding,
