@@ -12,24 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import DraftSession
-from .support import UnsupportedRequestError
+from .support import decoder_layers as decoder_layers  # noqa: PLC0414  (rounds take it from here)
 
 _RECORDING: ContextVar[FeatureRecorder | None] = ContextVar("treespec_recording", default=None)
-
-
-def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """The target's stack of decoder layers.
-
-    Raises:
-        UnsupportedRequestError: The target has no `get_decoder().layers`.
-    """
-    layers = getattr(target.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UnsupportedRequestError(
-            f"A drafter reads hidden states from the target's decoder layers, but {type(target).__name__} has no "
-            "`get_decoder().layers`. Decode this target without a drafter."
-        )
-    return layers
 
 
 class FeatureRecorder:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from ..attention.masks import layer_kinds
 from ..configuration import TreeSpecConfig
 from ..drafters.base import BlockDrafter
+from ..drafters.fields import COUNT
 
 #: Ways of generation that exclude a drafter, by the generation option that asks for them.
 _EXCLUSIVE = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "assistant_ensemble_weight")
@@ -33,13 +35,20 @@ def decoding_config(drafter: BlockDrafter, generation_config: GenerationConfig) 
 
     Raises:
         TypeError: The generation config's are no options, or none of this drafter's family.
+        ValueError: `num_assistant_tokens` is no depth.
     """
     config, found = drafter.treespec_config or TreeSpecConfig(), getattr(generation_config, "treespec", None)
     if found is not None:
         config = config.overlaid(found)
     depth = generation_config.num_assistant_tokens
-    given = depth and depth != _UNSET_ASSISTANT_TOKENS
-    return config.with_options(depth=depth) if given and config.depth is None else config
+    if depth is None or depth == _UNSET_ASSISTANT_TOKENS:
+        return config
+    if not COUNT.holds(depth):
+        raise ValueError(
+            f"`num_assistant_tokens` is how many tokens to draft ahead, {COUNT.name}, got {depth!r}. Leave it out for "
+            "all that the drafter has, or call `generate` without `assistant_model` to draft none."
+        )
+    return config.with_options(depth=depth) if config.depth is None else config
 
 
 def check_request(
@@ -52,9 +61,20 @@ def check_request(
 
     Raises:
         UnsupportedRequestError: The request cannot be served; the message says the rule, the value passed and the fix.
-        ValueError: The drafter does not fit the target.
+        ValueError: The drafter does not fit the target, or the call asks for DoLa, which no fallback decodes with.
     """
     config = generation_config
+    if getattr(config, "dola_layers", None) is not None:
+        raise ValueError(
+            "DoLa contrasts the logits of several layers, which a drafter cannot follow and `generate` leaves out "
+            f"where `assistant_model` is given (dola_layers={config.dola_layers!r}). Pass one of the two."
+        )
+    penalty = getattr(config, "penalty_alpha", None) or 0.0
+    if penalty > 0.0 and (config.top_k or 0) > 1 and not config.do_sample:
+        raise UnsupportedRequestError(
+            "Contrastive search ranks candidates by their hidden states, which a drafter cannot follow "
+            f"(penalty_alpha={penalty} with top_k={config.top_k}). Drop `penalty_alpha` or `assistant_model`."
+        )
     if target.config.is_encoder_decoder:
         raise UnsupportedRequestError(
             f"A block drafter extends decoder-only targets, and {type(target).__name__} is an encoder-decoder. "
@@ -66,10 +86,11 @@ def check_request(
             "Set `num_beams=1` or drop `assistant_model`."
         )
     for option in _EXCLUSIVE:
-        if getattr(config, option, None):
+        value = getattr(config, option, None)
+        if value is not None and value is not False:  # 0 is a layer, or a number
             raise UnsupportedRequestError(
                 f"`{option}` names another way to speculate and excludes a drafter "
-                f"({option}={getattr(config, option)!r} with `assistant_model`). Pass one of the two."
+                f"({option}={value!r} with `assistant_model`). Pass one of the two."
             )
     if config.use_cache is False or model_kwargs.get("use_cache") is False:
         raise UnsupportedRequestError(
@@ -80,11 +101,17 @@ def check_request(
             "Attentions of a verified tree have the tree's columns, not those of plain decoding, so "
             "`output_attentions=True` cannot be served with a drafter. Drop one of the two."
         )
+    check_layers(target.config.get_text_config())
     if "position_ids" not in inspect.signature(target.forward).parameters:
+        name = type(target).__name__
         raise UnsupportedRequestError(
-            f"Tree nodes of one depth share a position, so the target must take `position_ids`; "
-            f"{type(target).__name__} does not. Decode it without a drafter."
+            f"{name} keeps a recurrent state, which cannot be rolled back to a branch of the tree. Decode this target "
+            "without a drafter."
+            if getattr(target, "_is_stateful", False)
+            else f"Tree nodes of one depth share a position, so the target must take `position_ids`; {name} does not. "
+            "Decode it without a drafter."
         )
+    decoder_layers(target)
     if _has_prompt_learning(target):
         raise UnsupportedRequestError(
             "Prompt-learning adapters put virtual tokens in front of every forward, which a verification forward "
@@ -101,8 +128,22 @@ def check_request(
             "A drafter borrows the target's embeddings and head, and offloading keeps them off every device (meta). "
             "Give them a device in `device_map`."
         )
-    check_layers(target.config.get_text_config())
     drafter.check_target(target)
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's stack of decoder layers.
+
+    Raises:
+        UnsupportedRequestError: The target has no `get_decoder().layers`.
+    """
+    layers = getattr(target.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedRequestError(
+            f"A drafter reads hidden states from the target's decoder layers, but {type(target).__name__} has no "
+            "`get_decoder().layers`. Decode this target without a drafter."
+        )
+    return layers
 
 
 def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import transformers.pipelines.base as pipelines_base
-from models import batch, build, dflash, prompt, target
+from models import VOCAB, batch, build, dflash, prompt, target
 from parity import GREEDY, SAMPLED, run
 from transformers import (
     GenerationConfig,
@@ -146,6 +147,73 @@ def test_options_are_printed_and_saved_with_a_generation_config(tmp_path: Path) 
     loaded.treespec["size"] = 3
     with pytest.raises(TypeError, match="size"):
         decoding_config(dflash("qwen3"), loaded)
+
+
+def refused(model: Any, message: str, error: type[Exception] = UnsupportedRequestError, **options: Any) -> None:
+    """Sees to it that a call is refused, without a forward of the target."""
+    forwards: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *args: forwards.append(1))
+    with pytest.raises(error, match=message):
+        run(model, prompt(), **{"assistant_model": dflash("qwen3"), **GREEDY, **options})
+    handle.remove()
+    assert not forwards
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.5])
+def test_a_number_of_assistant_tokens_that_is_none_is_refused(number: Any) -> None:
+    message = f"`num_assistant_tokens` is how many tokens to draft ahead, a positive whole number, got {number}"
+    refused(target("qwen3"), message, ValueError, num_assistant_tokens=number)
+
+
+@pytest.mark.parametrize(
+    "option", [{"prompt_lookup_num_tokens": 4}, {"prompt_lookup_num_tokens": 0}, {"assistant_early_exit": 0}]
+)
+def test_other_ways_to_speculate_are_refused(option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    refused(target("qwen3"), rf"\({name}={value} with `assistant_model`\)\. Pass one of the two", **option)
+
+
+@pytest.mark.parametrize("on_unsupported", ["raise", "plain"])
+def test_dola_is_refused(on_unsupported: str) -> None:
+    options = {"dola_layers": "low", "max_new_tokens": 4, "treespec": {"on_unsupported": on_unsupported}}
+    refused(target("qwen3"), r"DoLa contrasts .*\(dola_layers='low'\)\. Pass one of the two", ValueError, **options)
+
+
+def test_contrastive_search_is_refused() -> None:
+    message = r"Contrastive search .* \(penalty_alpha=0.6 with top_k=4\)\. Drop `penalty_alpha` or `assistant_model`"
+    refused(target("qwen3"), message, penalty_alpha=0.6, top_k=4, trust_remote_code=True)
+
+
+def test_a_penalty_that_plain_sampling_leaves_out_excludes_nothing() -> None:
+    options = {**SAMPLED, "penalty_alpha": 0.6, "top_k": 4, "max_new_tokens": 6}
+    plain = run(target("qwen3"), prompt(), **options)
+    assert torch.equal(
+        plain.sequences, run(target("qwen3"), prompt(), assistant_model=dflash("qwen3"), **options).sequences
+    )
+
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 4}
+RECURRENT = {
+    "mamba": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=4)),
+    "rwkv": lambda: transformers.RwkvForCausalLM(transformers.RwkvConfig(**SIZES, attention_hidden_size=48)),
+    "recurrent gemma": lambda: transformers.RecurrentGemmaForCausalLM(
+        transformers.RecurrentGemmaConfig(**SIZES, num_attention_heads=4, intermediate_size=96, lru_width=48)
+    ),
+}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrent_target_is_refused_for_its_state(family: str) -> None:
+    refused(RECURRENT[family]().eval(), "recurrent.* state.* cannot be rolled back to a branch of the tree")
+
+
+@pytest.mark.filterwarnings("error:Using the model-agnostic default")
+def test_a_target_without_a_stack_of_layers_is_refused_before_anything_is_said() -> None:
+    sizes = transformers.GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4)
+    model = transformers.GPT2LMHeadModel(sizes).eval()
+    with pytest.raises(UserWarning, match="default `max_length`"):
+        run(model, prompt(), **GREEDY)
+    refused(model, r"GPT2LMHeadModel has no `get_decoder\(\)\.layers`")
 
 
 def test_uninstall_leaves_wrappers_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
