@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..attention import interface
 from ..caches import UnsupportedCacheError
 from ..drafters.auto import AutoDrafter, drafting_device, family_of
-from ..drafters.base import BlockDrafter
+from ..drafters.base import BlockDrafter, check_unwrapped
 from ..sources import find_source
 from .report import GenerationReport
 from .rounds import TreeDecoding
@@ -130,6 +130,7 @@ def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[...
                 f"`hf_treespec.AutoDrafter.from_pretrained({name!r})`, or "
                 f"`AutoModelForCausalLM.from_pretrained({name!r})` where it is no drafter. `pipeline` loads by name."
             )
+        check_unwrapped(drafter)
         if not _is_ours(drafter, generation_config):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         assert isinstance(drafter, BlockDrafter)
@@ -157,6 +158,7 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> Any:
         if isinstance(assistant_model, str) and family_of(find_source(assistant_model)) is not None:
             assistant_model = AutoDrafter.from_pretrained(assistant_model)
+        check_unwrapped(assistant_model)
         if not isinstance(assistant_model, BlockDrafter):
             return original(model, assistant_model, assistant_tokenizer)
         return assistant_model.to(device=drafting_device(model)), assistant_tokenizer

@@ -340,3 +340,19 @@ class BlockDrafter(PreTrainedModel):
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> DraftSession:
         """Opens a session for one `generate` call of `batch_size` rows of at most `max_length` positions."""
         raise NotImplementedError
+
+
+def check_unwrapped(model: Any) -> None:
+    """Checks that a model is no wrapper with a drafter inside, such as PEFT's.
+
+    Raises:
+        TypeError: It is one.
+    """
+    if isinstance(model, BlockDrafter) or not isinstance(model, nn.Module):
+        return
+    inner = next((module for module in model.modules() if isinstance(module, BlockDrafter)), None)
+    if inner is not None:
+        raise TypeError(
+            f"A drafter is taken as it is, and this is a {type(model).__name__} around a {type(inner).__name__}. Give "
+            "what is inside; where that is an adapter of PEFT, what `merge_and_unload()` returns."
+        )

@@ -24,7 +24,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from jinja2 import Template
 
 from .. import __version__
-from ..drafters.base import BlockDrafter
+from ..drafters.base import BlockDrafter, check_unwrapped
 from ..sources import HTTPError, is_hub_id
 from .cards import check_card, render_card, training_section, write_card
 from .licenses import choose_license, license_of
@@ -73,8 +73,10 @@ def publish(
     Raises:
         FileNotFoundError: There is no such measurement.
         PermissionError: There is no token, or it may not write there.
+        TypeError: It is no drafter, but a wrapper around one.
         ValueError: Something must not be published; the message names the rule, the value and the fix.
     """
+    check_unwrapped(drafter)
     check_repo_id(repo_id)
     if not create_pr:
         check_account(repo_id, token)
@@ -131,6 +133,7 @@ def write_repository(
         ValueError: The repository's name is none, the folder is not empty, a weight is not finite, the measurement is
             absent or of another drafter or target, the target is not on the Hub, or a licence forbids it.
     """
+    check_unwrapped(drafter)
     check_repo_id(repo_id)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -198,12 +201,19 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_weights(drafter: BlockDrafter) -> None:
-    """Checks that every weight is a finite number.
+    """Checks that the weights are the drafter's own, every one a finite number.
 
     Raises:
-        ValueError: One is NaN or infinite.
+        ValueError: One is NaN or infinite, or of an adapter.
     """
-    for name, tensor in drafter.state_dict().items():
+    weights = drafter.state_dict()
+    layers = sorted(name for name in weights if ".base_layer." in name)
+    if layers:
+        raise ValueError(
+            f"An adapter lies round layers of the drafter ({layers[0]} and {len(layers) - 1} more), which could not "
+            "be loaded. Publish what `merge_and_unload()` of the PEFT model returns."
+        )
+    for name, tensor in weights.items():
         wrong = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
         if wrong:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 import transformers.pipelines.base as pipelines_base
 from models import VOCAB, batch, build, dflash, prompt, target
 from parity import GREEDY, SAMPLED, run
+from peft import LoraConfig, get_peft_model
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -214,6 +216,20 @@ def test_a_target_without_a_stack_of_layers_is_refused_before_anything_is_said()
     with pytest.raises(UserWarning, match="default `max_length`"):
         run(model, prompt(), **GREEDY)
     refused(model, r"GPT2LMHeadModel has no `get_decoder\(\)\.layers`")
+
+
+def test_a_drafter_in_a_wrapper_is_refused() -> None:
+    adapted = get_peft_model(copy.deepcopy(dflash("qwen3")), LoraConfig(target_modules=["q_proj"], r=2))
+    message = "this is a PeftModel around a DFlashDrafter. .* what `merge_and_unload\\(\\)` returns"
+    refused(target("qwen3"), message, TypeError, assistant_model=adapted)
+    with pytest.raises(TypeError, match=message):
+        pipelines_base.load_assistant_model(target("qwen3"), adapted, None)
+    merged = adapted.merge_and_unload()
+    plain, assisted = (
+        run(target("qwen3"), prompt(), **GREEDY, max_new_tokens=6, **extra)
+        for extra in ({}, {"assistant_model": merged})
+    )
+    assert torch.equal(plain.sequences, assisted.sequences)
 
 
 def test_uninstall_leaves_wrappers_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:

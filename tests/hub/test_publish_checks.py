@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from published import REPO, TARGET, measurement, saved
 
 from hf_treespec.hub import write_repository
@@ -35,6 +36,14 @@ def test_weights_that_are_no_numbers(tmp_path: Path, value: float, name: str):
     drafter = saved(tmp_path / "drafter")
     drafter.get_parameter("norm.weight").data[3] = value
     refused(tmp_path, "1 of 64 in norm.weight", name, "earlier checkpoint", drafter=drafter)
+
+
+def test_an_adapter_round_the_drafter(tmp_path: Path):
+    adapted = get_peft_model(saved(tmp_path / "drafter"), LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(TypeError, match=r"PeftModel around a DFlashDrafter.*merge_and_unload"):
+        write(tmp_path, drafter=adapted)
+    refused(tmp_path, "round layers of the drafter", "merge_and_unload", drafter=adapted.get_base_model())
+    assert write(tmp_path, drafter=adapted.merge_and_unload())
 
 
 def test_no_measurement(tmp_path: Path):
