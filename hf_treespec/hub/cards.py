@@ -192,6 +192,10 @@ def check_card(card: ModelCard) -> None:
         problems.append(f"license {data['license']!r} is none of the Hub's; use `other` with a license_name")
     if data.get("license") == "other" and not data.get("license_name"):
         problems.append("license `other` needs a license_name")
+    elif data.get("license") == "other" and not data.get("license_link"):
+        problems.append(
+            f"license `other` ({data['license_name']}) needs a license_link: state both in the drafter's own README.md"
+        )
     if data.get("base_model_relation") not in RELATIONS:
         problems.append(f"base_model_relation {data.get('base_model_relation')!r} is none of {', '.join(RELATIONS)}")
     try:

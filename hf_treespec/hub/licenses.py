@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..sources import is_hub_id
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -26,6 +28,11 @@ class Terms:
     allowed: frozenset[str] | None = None
     prefixes: tuple[str, ...] = ()
     notice: str | None = None
+
+    @property
+    def link(self) -> str | None:
+        """Where its text is, if the source has an address."""
+        return self.source.partition(",")[0] if self.source.startswith("https://") else None
 
 
 def _same(name: str, source: str, *, prefixes: tuple[str, ...] = (), notice: str | None = None) -> tuple[str, Terms]:
@@ -127,6 +134,23 @@ def license_of(metadata: Mapping[str, Any]) -> str | None:
     if stated == "other":
         stated = metadata.get("license_name")
     return str(stated).lower() if stated and stated != "unknown" else None
+
+
+def link_of(licence: str, cards: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Where the text of a licence is, by the cards' metadata or by `TERMS`; None = not known.
+
+    Args:
+        licence: As `license_of` names it.
+        cards: Metadata by the id or folder of the model whose card states them. A file that a card on the Hub names is
+            linked where it is.
+    """
+    for name, metadata in cards.items():
+        link = metadata.get("license_link") if license_of(metadata) == licence else None
+        if link and "://" not in link:
+            link = f"https://huggingface.co/{name}/blob/main/{link}" if is_hub_id(name) else None
+        if link:
+            return str(link)
+    return TERMS[licence].link if licence in TERMS else None
 
 
 def choose_license(chosen: str | None, bases: Mapping[str, str | None], repo_id: str) -> tuple[str, list[str]]:

@@ -27,7 +27,7 @@ from .. import __version__
 from ..drafters.base import BlockDrafter, check_unwrapped
 from ..sources import HTTPError, is_hub_id
 from .cards import check_card, render_card, training_section, write_card
-from .licenses import choose_license, license_of
+from .licenses import choose_license, license_of, link_of
 from .measurement import check_measurement, read_measurement
 
 _TOKENS = "https://huggingface.co/settings/tokens"
@@ -64,8 +64,8 @@ def publish(
         license: Its licence; by default the target's own.
         private: Whether a new repository is private.
         token: Of the Hub; by default the one that is logged in.
-        commit_message: Of the commit; `commit_description`, `revision` and `create_pr` likewise as in
-            `HfApi.upload_folder`.
+        commit_message: Of the commit; `commit_description` and `create_pr` likewise as in `HfApi.upload_folder`.
+        revision: Branch to publish to, made where there is none; with `create_pr` the one the pull request is for.
         max_shard_size: As in `save_pretrained`.
         tags: Tags of the card, besides its own.
         output: New or empty folder in which to keep what is uploaded.
@@ -98,6 +98,8 @@ def publish(
         with _permissions_explained(repo_id):
             if not create_pr:
                 api.create_repo(repo_id, private=private, exist_ok=True)
+                if revision is not None and not revision.startswith("refs/"):
+                    api.create_branch(repo_id, branch=revision, exist_ok=True)
             return api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
@@ -144,6 +146,11 @@ def write_repository(
     target = find_target(target, card, measured)
     check_measurement(measured, drafter, target)
     metadata = card.data.to_dict() if card else {}
+    if metadata.get("license") == "other" and license_of(metadata) is None:
+        raise ValueError(
+            "The drafter's own card says `license: other` without a license_name, so it is not known what may be done "
+            "with it. State license_name and license_link in its README.md, or one of the Hub's licences."
+        )
     base = base_metadata(target, token)
     bases = {target: license_of(base)}
     if license_of(metadata):
@@ -160,7 +167,7 @@ def write_repository(
         metadata={
             "datasets": metadata.get("datasets"),
             "language": metadata.get("language"),
-            "license_link": base.get("license_link") if licence == license_of(base) else None,
+            "license_link": link_of(licence, {target: base, drafter.name_or_path: metadata}),
             "tags": [*_list(metadata.get("tags")), *(tags or ())],
         },
     )

@@ -475,8 +475,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Writing
 
-    def preupload(self, repo_id: str, revision: str, *, body: bytes, **_: Any) -> dict[str, Any]:
-        repository = self.hub.find(repo_id, self.user, write=True)
+    def preupload(
+        self, repo_id: str, revision: str, *, query: Mapping[str, list[str]], body: bytes, **_: Any
+    ) -> dict[str, Any]:
+        repository = self._writable(repo_id, query)
         files = repository.commits[repository.resolve(revision)]
         answer = []
         for asked in json.loads(body)["files"]:
@@ -485,8 +487,12 @@ class _Handler(BaseHTTPRequestHandler):
             answer.append(mode | ({"oid": oid(files[path])} if path in files else {}))
         return self._json({"files": answer})
 
+    def _writable(self, repo_id: str, query: Mapping[str, list[str]]) -> Repository:
+        """The repository, if the user may write to it, or is somebody and opens a pull request."""
+        return self.hub.find(repo_id, self.user, write=not ("create_pr" in query and self.user))
+
     def lfs_batch(self, repo_id: str, *, body: bytes, **_: Any) -> dict[str, Any]:
-        self.hub.find(repo_id, self.user, write=True)
+        self.hub.find(repo_id, self.user, write=not self.user)
         objects = []
         for asked in json.loads(body)["objects"]:
             answer = {"oid": asked["oid"], "size": asked["size"]}
@@ -508,8 +514,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._uploaded(asked["oid"], asked["size"])
         return self._json({})
 
-    def commit(self, repo_id: str, revision: str, *, body: bytes, **_: Any) -> dict[str, Any]:
-        repository = self.hub.find(repo_id, self.user, write=True)
+    def commit(
+        self, repo_id: str, revision: str, *, query: Mapping[str, list[str]], body: bytes, **_: Any
+    ) -> dict[str, Any]:
+        repository = self._writable(repo_id, query)
         files: dict[str, bytes] = {}
         deleted: list[str] = []
         for line in body.decode().splitlines():
@@ -527,9 +535,14 @@ class _Handler(BaseHTTPRequestHandler):
             elif key in ("deletedFile", "deletedFolder"):
                 deleted.append(value["path"].rstrip("/") + ("/" if key == "deletedFolder" else ""))
         repository.resolve(revision)
+        answer = {"success": True, "hookOutput": ""}
+        if "create_pr" in query:
+            number = 1 + sum(name.startswith("refs/pr/") for name in repository.refs)
+            revision = f"refs/pr/{number}"
+            answer["pullRequestUrl"] = f"{self.hub.endpoint}/{repo_id}/discussions/{number}"
         commit = repository.commit(files, branch=revision, deleted=tuple(deleted))
         url = f"{self.hub.endpoint}/{repo_id}/commit/{commit}"
-        return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
+        return self._json(answer | {"commitOid": commit, "commitUrl": url})
 
     def _uploaded(self, sha256: str, size: int | None) -> bytes:
         content = self.hub.objects.get(sha256)
@@ -562,7 +575,7 @@ _ROUTES = (
     (("POST",), f"{_MODEL}/commit/(.+)", _Handler.commit),
     (("POST",), f"/{_ID}\\.git/info/lfs/objects/batch", _Handler.lfs_batch),
     (("POST",), f"/{_ID}\\.git/info/lfs/verify", _Handler.lfs_verify),
-    (("GET", "HEAD"), f"/{_ID}/resolve/([^/]+)/(.+)", _Handler.resolve),
+    (("GET", "HEAD"), rf"/{_ID}/resolve/(refs/pr/\d+|[^/]+)/(.+)", _Handler.resolve),
     (("GET", "HEAD"), "/storage/([0-9a-f]{64})/(.+)", _Handler.stored),
     (("PUT",), "/storage/([0-9a-f]{64})/(.+)", _Handler.store),
 )

@@ -131,6 +131,56 @@ def test_a_licence_of_another_name(hub: LoopbackHub, tmp_path: Path):
     assert data.license_link == "https://acme/LICENSE"
 
 
+@pytest.mark.parametrize(
+    ("licence", "target", "own", "link"),
+    [
+        (
+            None,
+            "license_name: qwen-research\nlicense_link: LICENSE",
+            "",
+            f"https://huggingface.co/{TARGET}/blob/main/LICENSE",
+        ),
+        (None, "license_name: qwen-research", "", "https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/LICENSE"),
+        ("house", "", "license: other\nlicense_name: house\nlicense_link: https://acme/house", "https://acme/house"),
+    ],
+    ids=["a file of the target's", "a known licence", "the drafter's own"],
+)
+def test_a_licence_of_another_name_says_where_it_is(
+    hub: LoopbackHub, tmp_path: Path, licence: str | None, target: str, own: str, link: str
+):
+    stated = f"license: other\n{target}" if target else "license: apache-2.0"
+    hub.repositories[TARGET].commit({"README.md": f"---\n{stated}\n---\n".encode()})
+    drafter = saved(tmp_path / "drafter")
+    if own:
+        (tmp_path / "drafter" / "README.md").write_text(f"---\n{own}\n---\n")
+    publish(drafter, REPO, measurement=measurement(), token=TOKEN, license=licence)
+    data = ModelCard.load(REPO).data
+    assert (data.license, data.license_link) == ("other", link)
+
+
+def test_a_pull_request_to_a_repository_of_somebody_else(hub: LoopbackHub, tmp_path: Path):
+    drafter = saved(tmp_path / "drafter")
+    hub.create(REPO, {"README.md": b"old", "model-00001-of-00002.safetensors": b"old"})
+    kept = hub.repositories[REPO].refs["main"]
+    commit = publish(drafter, REPO, measurement=measurement(), token="hf_guest", create_pr=True)
+    assert commit.pr_revision == "refs/pr/1"
+    assert commit.pr_url == f"{hub.endpoint}/{REPO}/discussions/1"
+    repository = hub.repositories[REPO]
+    assert repository.refs["main"] == kept
+    assert sorted(repository.commits[repository.refs["refs/pr/1"]]) == FILES
+    loaded = AutoDrafter.from_pretrained(REPO, revision="refs/pr/1", cache_dir=tmp_path / "cache")
+    assert weights_fingerprint(loaded) == weights_fingerprint(drafter)
+
+
+def test_a_branch_is_published_to_and_made_where_there_is_none(hub: LoopbackHub, tmp_path: Path):
+    drafter = saved(tmp_path / "drafter")
+    for _ in range(2):
+        publish(drafter, REPO, measurement=measurement(), token=TOKEN, revision="tuned")
+    repository = hub.repositories[REPO]
+    assert sorted(repository.commits[repository.refs["tuned"]]) == FILES
+    assert not repository.files.keys() & set(FILES)
+
+
 # Refusals: nothing is created
 
 

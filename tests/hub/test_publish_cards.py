@@ -66,6 +66,15 @@ def test_metadata_that_the_hub_does_not_take(key: str, value: Any, said: str):
         cards.check_card(card)
 
 
+def test_an_other_licence_needs_a_link():
+    card = rendered()
+    card.data.license, card.data.license_name = "other", "house"
+    with pytest.raises(ValueError, match=r"license `other` \(house\) needs a license_link"):
+        cards.check_card(card)
+    card.data.license_link = "https://acme/house"
+    cards.check_card(card)
+
+
 def test_a_name_of_a_dataset_that_the_hub_does_not_take():
     card = rendered()
     card.data.eval_results[0].dataset_type = "of my own"

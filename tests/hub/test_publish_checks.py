@@ -46,6 +46,16 @@ def test_an_adapter_round_the_drafter(tmp_path: Path):
     assert write(tmp_path, drafter=adapted.merge_and_unload())
 
 
+def test_a_card_of_its_own_that_does_not_name_its_licence(tmp_path: Path):
+    drafter = saved(tmp_path / "drafter")
+    (tmp_path / "drafter" / "README.md").write_text("---\nlicense: other\n---\n")
+    refused(tmp_path, "`license: other` without a license_name", "license_name and license_link", drafter=drafter)
+
+
+def test_a_licence_of_ones_own_without_an_address(tmp_path: Path):
+    refused(tmp_path, "(house) needs a license_link", "README.md", license="house")
+
+
 def test_no_measurement(tmp_path: Path):
     refused(tmp_path, "with a measurement", "hf-treespec bench", measurement=None)
 
