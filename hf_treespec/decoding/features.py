@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import DraftSession
-from .support import decoder_layers as decoder_layers  # noqa: PLC0414  (rounds take it from here)
+from .support import decoder_layers
 
 _RECORDING: ContextVar[FeatureRecorder | None] = ContextVar("treespec_recording", default=None)
 

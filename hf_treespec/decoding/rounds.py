@@ -27,13 +27,13 @@ from . import contexts
 from .budgets import lend_policy
 from .candidate_generator import TreeCandidateGenerator
 from .clock import RoundTimes, StageClock
-from .features import FeatureRecorder, decoder_layers
+from .features import FeatureRecorder
 from .outputs import build_output
 from .report import GenerationReport
 from .rows import Rows
 from .sampling import Picker
 from .stopping import Stopping
-from .support import check_positions
+from .support import check_positions, decoder_layers
 from .verification import Verifier
 from .walk import Walk
 
