@@ -17,7 +17,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -26,34 +26,21 @@ import torch
 from .acceptance import CalibratedAcceptance
 from .calibration import Calibration
 from .latency import LatencyModel, LatencyPoint
+from .pace import EVIDENCE, Pace
 from .policy import BudgetPolicy, RoundRecord
 from .roofline import Workload
 
 logger = logging.getLogger(__name__)
 
-#: Share that a running mean moves by once it has settled.
-_GAIN = 1 / 32
-#: What one round is forgotten by in the running rate: a memory of some fifty rounds.
-_RATE_KEPT = 0.98
-#: Tokens that the assumption weighs that the slowest row comes on as expected.
-_LAG_PRIOR = 4.0
+#: Nodes a probe verifies.
+_PROBE_NODES = 8
 #: Rounds that the expectation after calibration weighs in the running rate.
 _RATE_PRIOR = 6.0
-#: Drafted rounds before drafting may be given up, and the standard errors it has to be on the wrong side by.
-_EVIDENCE, _DOUBT = 8, 0.5
-#: Plain rounds before the first and before the last probe.
-_FIRST_WAIT, _LAST_WAIT = 8, 128
 #: Drafted rounds from one look at a size beside the best to the next, and how much rarer looks at known ones are: odd,
 #: so that both sides are looked at.
 _LOOK_AROUND, _RARER = 6, 5
-#: Nodes a probe verifies, and how much it tells against what is known from before.
-_PROBE_NODES, _PROBE_GAIN = 8, 0.3
-#: Gains over losses, in probes one after the other, for drafting to be taken up whatever was expected.
-_WINS = 3
 #: How many times what was expected a round may count in the running rate, which has to fit latencies without spikes.
 _RATE_CLIP = 1.5
-#: How many times the mean a duration may count in it.
-_CLIP = 3.0
 #: Least that trees are expanded to.
 _LEAST_EXPANDED = 16
 
@@ -104,7 +91,7 @@ class BudgetController(BudgetPolicy):
         self.acceptance = acceptance if acceptance is not None else CalibratedAcceptance()
         self._splits = tuple(splits)
         self._calibration = None if self.latency.fitted else Calibration(largest, splits)
-        self._paces: dict[int, _Pace] = {}
+        self._paces: dict[int, Pace] = {}
         self._batch, self._context, self._turn = 1, 0, 0
         self._recent: deque[int] = deque(maxlen=8)
         self._seen: list[_Promises] = []  # the trees of the calibration
@@ -122,7 +109,7 @@ class BudgetController(BudgetPolicy):
         if self._calibration is not None or self.acceptance.unsettled:
             return 1
         pace = self._pace()
-        return 1 if pace.paused or pace.advantage.count < _EVIDENCE else super().patience
+        return 1 if pace.paused or pace.advantage.count < EVIDENCE else super().patience
 
     @property
     def rate(self) -> float:
@@ -286,17 +273,17 @@ class BudgetController(BudgetPolicy):
             online = bool(options.get("online", True))
             latency = LatencyModel.from_dict(profile["latency"], workload, online=online)
             stored = cls(latency, largest, splits=splits)
-            stored._paces = {int(batch): _Pace.from_dict(item) for batch, item in profile["paces"].items()}
+            stored._paces = {int(batch): Pace.from_dict(item) for batch, item in profile["paces"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             logger.warning(f"A stored profile makes no sense ({error!r}); the target is measured again.")
             return fresh
         return stored
 
-    def _pace(self) -> _Pace:
+    def _pace(self) -> Pace:
         """The pace of this batch size; a new one takes over the times of the nearest."""
         pace = self._paces.get(self._batch)
         if pace is None:
-            pace = self._paces[self._batch] = _Pace()
+            pace = self._paces[self._batch] = Pace()
             known = [batch for batch, other in self._paces.items() if other is not pace and other.measured]
             if known:
                 pace.take_over(self._paces[min(known, key=lambda batch: abs(batch - self._batch))])
@@ -304,7 +291,7 @@ class BudgetController(BudgetPolicy):
             self._expect(pace)
         return pace
 
-    def _expect(self, pace: _Pace) -> None:
+    def _expect(self, pace: Pace) -> None:
         """The rate to start from: plain decoding's, or better by what the calibration's trees promise."""
         plain = float(self.latency.steady_curve(1, self._context, self._batch)[0]) + pace.plain_other
         rate = 1 / plain
@@ -376,175 +363,6 @@ class _Expected:
     value: float  # Â(N) − λ·T(N) at the best N
     tokens: float  # by which the slowest row should come on with the nodes verified, if rows came on as they should
     rows: int
-
-
-@dataclass
-class _Mean:
-    """A running mean: of all values at first, of the recent ones later."""
-
-    value: float = 0.0
-    count: int = 0
-    square: float = 0.0  # running variance of the values
-    share: float = 0.0  # of that variance, what the mean has: Σ of its squared weights
-
-    @property
-    def error(self) -> float:
-        """Standard error of the mean."""
-        return math.sqrt(self.square * self.share)
-
-    def add(self, value: float, gain: float = 0.0) -> None:
-        if self.count == 1 and self.value > _CLIP * value > 0:
-            self.value = value  # the first one warmed up
-        self.count += 1
-        gain = max(1 / self.count, _GAIN, gain)
-        self.square = (1 - gain) * (self.square + gain * (value - self.value) ** 2)
-        self.share = (1 - gain) ** 2 * self.share + gain**2
-        self.value += gain * (value - self.value)
-
-    def add_time(self, ms: float) -> None:
-        """Adds a duration; one far above the mean counts as far as the mean allows."""
-        self.add(min(ms, _CLIP * self.value) if self.count > 1 and self.value > 0 else ms)
-
-
-@dataclass
-class _Pace:
-    """What rounds of one batch size take and yield, of the slowest row, in steady ms, and whether drafting pays."""
-
-    tokens: float = 0.0
-    ms: float = 0.0
-    draft: _Mean = field(default_factory=_Mean)
-    verify: _Mean = field(default_factory=_Mean)
-    other: _Mean = field(default_factory=_Mean)
-    other_plain: _Mean = field(default_factory=_Mean)
-    yielded: _Mean = field(default_factory=_Mean)
-    advantage: _Mean = field(default_factory=_Mean)
-    paused: bool = False
-    wait: int = _FIRST_WAIT
-    left: int = 0
-    wins: int = 0
-    verdict: str = "does not pay"
-    #: Sums of the tokens beyond the first that the slowest row should have come on, and did.
-    due: float = _LAG_PRIOR
-    came: float = _LAG_PRIOR
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.ms if self.ms > 0 else 0.0
-
-    def rate_over(self, plain_ms: float) -> float:
-        """The rate to decide by: plain decoding's at least, which can always be had."""
-        return max(self.rate, 1 / plain_ms)
-
-    @property
-    def measured(self) -> bool:
-        return self.draft.count > 0
-
-    @property
-    def fixed_ms(self) -> float:
-        """Milliseconds of a drafted round beside the verification."""
-        return self.draft.value + self.other.value
-
-    @property
-    def plain_other(self) -> float:
-        """Milliseconds of a plain round beside the forward."""
-        return (self.other_plain if self.other_plain.count else self.other).value
-
-    @property
-    def draft_ms(self) -> float:
-        return self.draft.value
-
-    @property
-    def verify_ms(self) -> float:
-        return self.verify.value
-
-    @property
-    def drafted_tokens(self) -> float:
-        return self.yielded.value
-
-    def time(self, record: RoundRecord) -> None:
-        """Takes the round's durations."""
-        if record.drafted:
-            self.draft.add_time(record.draft_ms)
-            self.verify.add_time(record.verify_ms)
-            self.other.add_time(record.other_ms)
-            self.yielded.add(record.progress)
-        else:
-            self.other_plain.add_time(record.other_ms)
-
-    @property
-    def lag(self) -> float:
-        """By how much less than the least of expectations the slowest of several rows comes on.
-
-        Another row may be the slowest each time: the least of chances is less than the least chance.
-        """
-        return self.came / self.due
-
-    def fall_behind(self, expected: float, tokens: float) -> None:
-        """Takes a round's tokens of the slowest of several rows, and those expected, into `lag`."""
-        for name, more in (("due", expected - 1), ("came", tokens - 1)):
-            setattr(self, name, _LAG_PRIOR + _RATE_KEPT * (getattr(self, name) - _LAG_PRIOR) + more)
-
-    def count(self, tokens: float, ms: float) -> None:
-        """Takes a round into the running rate."""
-        self.tokens = _RATE_KEPT * self.tokens + tokens
-        self.ms = _RATE_KEPT * self.ms + ms
-
-    def pays(self, plain: float) -> bool:
-        """Whether drafted rounds have lately been quicker a token than a plain one of `plain` milliseconds."""
-        return self.drafted_tokens * plain > self.fixed_ms + self.verify_ms
-
-    def judge(self, advantage: float, realised: float, unsettled: bool, pays: bool) -> None:
-        """Decides whether to go on drafting.
-
-        Args:
-            advantage: Tokens by which the round should beat a plain one at the running rate.
-            realised: By which it did.
-            pays: Whether drafted rounds have lately paid: a running rate that lags behind a text that became harder,
-                or a machine that became slower, must not speak against a drafter that does.
-            unsettled: Whether the drafter has just turned out to be different: what was expected before is worth less.
-        """
-        self.advantage.add(advantage, _PROBE_GAIN if self.paused or unsettled else 0.0)
-        hopeless = self.advantage.value < -_DOUBT * self.advantage.error
-        if not self.paused:
-            if self.advantage.count >= _EVIDENCE and hopeless and not pays:
-                self.paused, self.left, self.wins = True, self.wait, 0
-            return
-        # A probe that gains is followed by another at once, until gains or losses prevail.
-        first = self.wins == 0
-        self.wins += 1 if realised > 0 else -1
-        if not hopeless or self.wins >= _WINS:
-            self.paused, self.wait, self.wins = False, _FIRST_WAIT, 0
-            self.advantage.count = 0 if hopeless else min(self.advantage.count, _EVIDENCE // 2)
-        elif self.wins <= 0:
-            self.wait = min(2 * self.wait, _LAST_WAIT) if first else _FIRST_WAIT
-            self.left, self.wins = self.wait, 0
-
-    def settle(self) -> None:
-        """Ends the calibration."""
-        self.tokens = self.ms = 0.0
-
-    def take_over(self, other: _Pace) -> None:
-        """Starts from another batch size's durations, to be outvoted soon."""
-        for name in ("draft", "verify", "other", "other_plain", "yielded"):
-            known: _Mean = getattr(other, name)
-            setattr(self, name, _Mean(known.value, min(known.count, 1)))
-
-    def durations(self) -> dict[str, Any]:
-        """What rounds take, without what they yield."""
-        return {name: list(vars(getattr(self, name)).values()) for name in _DURATIONS}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> _Pace:
-        """The pace whose `durations` these are."""
-        pace = cls()
-        for name in _DURATIONS:
-            value, count, square, share = data[name]
-            setattr(pace, name, _Mean(float(value), int(count), float(square), float(share)))
-        return pace
-
-
-#: Running means of a pace that are durations.
-_DURATIONS = ("draft", "other", "other_plain")
 
 
 def _powers(largest: int) -> list[int]:
