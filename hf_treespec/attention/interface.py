@@ -216,11 +216,12 @@ def _tree_sdpa(
     tree: TreeAttention, original: AttentionFunction, query: torch.Tensor, kwargs: dict[str, Any]
 ) -> AttentionFunction:
     """What replaces "sdpa" in an armed forward: usually the split on CUDA, one dense call on the CPU."""
-    if any(kwargs.get(name) is not None for name in ("s_aux", "softcap", "position_bias")):
+    get, device = kwargs.get, query.device.type
+    if get("s_aux") is not None or get("softcap") is not None or get("position_bias") is not None:
         return original
-    if query.device.type not in _SDPA_DEVICES:
+    if device not in _SDPA_DEVICES:
         return original
-    split = query.device.type == "cuda" if tree.split is None else tree.split
+    split = device == "cuda" if tree.split is None else tree.split
     return tree_attention_forward if split else _grouped_sdpa
 
 

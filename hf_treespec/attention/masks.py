@@ -136,6 +136,8 @@ class TreeMasks:
             keyed: Whether the model takes a dict of masks by layer type rather than one tensor.
         """
         self.kinds = list(kinds)
+        self._distinct = list(dict.fromkeys(self.kinds))
+        self._places = [self._distinct.index(kind) for kind in self.kinds]
         self.dtype = dtype
         self.device = torch.device(device)
         self.valid = None if valid is None or bool(valid.all()) else valid.to(self.device, torch.bool)
@@ -171,15 +173,11 @@ class TreeMasks:
             Additive masks `[B, 1, N, count + N]`, by layer type or the one there is.
         """
         host = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
-        masks: dict[LayerKind, torch.Tensor] = {}
-        visible: dict[LayerKind, bool] = {}
-        for kind in dict.fromkeys(self.kinds):
-            columns = views[kind]
-            masks[kind], visible[kind] = self._build_kind(kind, tree_ancestors, depths, host, columns)
-        self.prefix_visible = [visible[kind] for kind in self.kinds]
+        built = [self._build_kind(kind, tree_ancestors, depths, host, views[kind]) for kind in self._distinct]
+        self.prefix_visible = [built[place][1] for place in self._places]
         if self.keyed:
-            return {kind.name: mask for kind, mask in masks.items()}
-        return next(iter(masks.values()))
+            return {kind.name: mask for kind, (mask, _) in zip(self._distinct, built, strict=True)}
+        return built[0][0]
 
     def _build_kind(
         self, kind: LayerKind, tree_ancestors: torch.Tensor, depths: torch.Tensor, lengths: list[int], columns: Columns
@@ -233,7 +231,11 @@ class _Buffer:
                 cached = cached & _is_valid(self.valid, first, count)
             fresh.copy_(_additive(cached, self.mask.dtype)[:, None, None])
         self.settled = min(low, count)
-        self.mask[:, :, :nodes, count : count + nodes] = _additive(tree_ancestors, self.mask.dtype).unsqueeze(1)
+        tree = self.mask[:, :, :nodes, count : count + nodes]
+        if nodes == 1:
+            tree.zero_()
+        else:
+            tree.copy_(_additive(tree_ancestors, self.mask.dtype).unsqueeze(1))
         return self.mask[:, :, :nodes, : count + nodes]
 
 

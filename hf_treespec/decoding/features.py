@@ -116,7 +116,9 @@ class FeatureRecorder:
         chosen = []
         for index in range(len(self._session.feature_layers)):
             hidden = self._raw[index]
-            if hidden.shape[0] == 1:
+            if hidden.shape[1] == 1:
+                chosen.append(hidden)
+            elif hidden.shape[0] == 1:
                 chosen.append(hidden.index_select(1, nodes[0].to(hidden.device)))
             else:
                 chosen.append(hidden.gather(1, nodes.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -56,6 +57,7 @@ class Verifier:
         self._last_position = self._next_position + max(0, new_tokens - 1)
         self._masks = TreeMasks.for_config(target.config.get_text_config(), target.dtype, target.device, valid)
         self._kinds = tuple(dict.fromkeys(self._masks.kinds))
+        self._swap, self._least_swapped = self._expert_kernels()
 
     def __call__(
         self, tree: DraftTree, steps: list[int], extra: ExtraRows | None = None, split: bool | None = None
@@ -121,11 +123,17 @@ class Verifier:
             inputs["output_hidden_states"] = True
         return inputs
 
-    def _expert_swap(self, rows: int) -> AbstractContextManager[Any]:
-        """The decode-time expert kernels of transformers. They copy experts' weights: for few rows only."""
+    def _expert_kernels(self) -> tuple[Callable[[], AbstractContextManager[Any]], int]:
+        """The decode-time expert kernels of transformers, and the rows from which on they are not worth it.
+
+        They copy experts' weights: for few rows only.
+        """
         swap = getattr(self._target, "_optimize_model_for_decode", None)
         config = self._target.config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         if swap is None or not experts or self._target.device.type == "cpu":
-            return nullcontext()
-        return swap() if rows * (getattr(config, "num_experts_per_tok", None) or 1) < experts else nullcontext()
+            return nullcontext, 0
+        return swap, -(-experts // (getattr(config, "num_experts_per_tok", None) or 1))
+
+    def _expert_swap(self, rows: int) -> AbstractContextManager[Any]:
+        return self._swap() if rows < self._least_swapped else nullcontext()

@@ -98,9 +98,9 @@ class DraftTree:
     def ancestors(self) -> torch.Tensor:
         """Which nodes each node sees: itself and its ancestors, bool `[B, N, N]` (row sees column)."""
         nodes = len(self)
-        seen = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device).repeat(self.batch_size, 1, 1)
         if nodes == 1:
-            return seen
+            return torch.ones(self.batch_size, 1, 1, dtype=torch.bool, device=self.tokens.device)
+        seen = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device).repeat(self.batch_size, 1, 1)
         if seen.device.type == "cpu":
             for row, (mask, parents) in enumerate(zip(seen.numpy(), self.parents.tolist(), strict=True)):
                 for node in range(1, self.sizes[row]):
