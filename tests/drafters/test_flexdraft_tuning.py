@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 import hf_treespec  # noqa: F401  (teaches generate() about drafters)
 from hf_treespec.drafters.flexdraft import FlexDraftDrafter
+from hf_treespec.drafters.flexdraft.layout import attention_of, decoder_of, projections_of
 from hf_treespec.drafters.flexdraft.mask_rows import MaskRows
 
 FAMILIES = ("qwen3", "qwen3_sliding", "llama", "mistral", "gemma3", "phi3", "qwen3_moe", "gpt_oss")
@@ -111,6 +114,24 @@ def test_further_kinds_of_attention(name: str, mode: str) -> None:
             assert close(logits[row], expected) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+@pytest.mark.parametrize("name", ["gpt_oss", "DeepseekV3Config"])
+def test_layers_that_are_offloaded(name: str, mode: str, tmp_path: Path) -> None:
+    """Attentions with tensors of their own (sinks), and projections that also run over what is cached."""
+    from accelerate import dispatch_model
+
+    model = build_config(name) if name.endswith("Config") else build(name, "eager")
+    drafter, dense = tiny_flexdraft(model), copy.deepcopy(model)
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    places |= {f"model.layers.{index}": "disk" for index in range(LAYERS)}
+    model = dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
+    guide, _, rows = decode(model, prompt(12), drafter, flex_mode=mode)
+    for (start,), logits, _ in guide.drafts[:2]:
+        expected = dense_draft(dense, drafter, rows[0][: start + 1])[: logits.shape[1]]
+        assert close(logits[0], expected) < 1e-5
+    assert {parameter.device.type for parameter in decoder_of(model)[1].parameters()} == {"meta"}
+
+
 @pytest.mark.parametrize("block_size", [2, 4])
 def test_as_many_rows_as_heads(block_size: int) -> None:
     """Gemma 3's norms see `[B, heads, rows, D]`: a block of as many rows as there are heads is still told apart."""
@@ -121,6 +142,35 @@ def test_as_many_rows_as_heads(block_size: int) -> None:
         for (start,), logits, _ in guide.drafts[:6]:
             expected = dense_draft(model, drafter, rows[0][: start + 1])[: logits.shape[1]]
             assert close(logits[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+@pytest.mark.parametrize("name", ["qwen3", "DeepseekV3Config"])
+def test_hooks_of_others_on_layers_and_projections_see_the_text_alone(name: str, mode: str) -> None:
+    """They run in the target's forwards only, and on the rows verified there."""
+    model = build_config(name) if name.endswith("Config") else build(name)
+    layer = decoder_of(model)[1][-1]
+    seen: dict[str, list[int]] = {}
+
+    def note(name: str, args: Any) -> None:
+        seen.setdefault(name, []).append(args[0].numel())
+
+    for place, module in {"layer": layer, **projections_of(attention_of(layer))}.items():
+        module.register_forward_pre_hook(lambda _, args, place=place: note(f"before {place}", args))
+        module.register_forward_hook(lambda _, args, output, place=place: note(f"after {place}", (output,)))
+    inputs = prompt(12)
+    rows = rows_of(run(model, inputs, max_new_tokens=14, **GREEDY).sequences, inputs)
+    seen.clear()
+    view = guided(tiny_flexdraft(model), Guide(rows=rows), flex_mode=mode)
+    run(model, inputs, max_new_tokens=14, assistant_model=view, **GREEDY)
+    starts = [start for (start,), _, _ in view.guide.drafts]
+    assert len(starts) > 2
+    # The first forward is that of the 12 rows of the prompt.
+    rows_seen = {place: [12 * size // sizes[0] for size in sizes] for place, sizes in seen.items()}
+    verified = rows_seen["before layer"]
+    cached = [12, *(start + fresh for start, fresh in zip(starts, verified[1:], strict=True))]
+    for place, counts in rows_seen.items():
+        assert counts == (cached if "kv_b" in place else verified), place
 
 
 @contextmanager

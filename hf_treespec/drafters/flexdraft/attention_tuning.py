@@ -158,7 +158,8 @@ class AttentionTuning:
         if self._projection_handles:
             return
         for base, own in self._projections:
-            self._projection_handles.append(base.register_forward_pre_hook(self._cut))
+            # Around all others, which are to see clean rows only.
+            self._projection_handles.append(base.register_forward_pre_hook(self._cut, prepend=True))
             self._projection_handles.append(base.register_forward_hook(functools.partial(self._join, own)))
 
     def _leave_projections(self) -> None:

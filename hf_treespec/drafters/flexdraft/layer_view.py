@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class LayerView:
         self._rows = _Rows()
         projections = {name: _Projection(attention.get_submodule(name), own[name], self._rows) for name in own}
         place = next(name for name, child in layer.named_children() if child is attention)
+        self._base, self._attention = layer, attention
         self._layer = bare_copy(layer, {place: bare_copy(attention, projections)})
 
     def __call__(self, hidden: torch.Tensor, kwargs: dict[str, Any], device: torch.device) -> torch.Tensor:
@@ -41,7 +43,8 @@ class LayerView:
         """
         self._rows.count = hidden.shape[1]
         moved = {name: _moved(value, device) for name, value in kwargs.items()}
-        output = self._layer.forward(hidden.to(device), **moved)
+        with in_place(self._base), in_place(self._attention):
+            output = self._layer.forward(hidden.to(device), **moved)
         found: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return found
 
@@ -57,7 +60,7 @@ class _Projection(nn.Module):
 
     def __init__(self, base: nn.Module, own: nn.Module, rows: _Rows) -> None:
         super().__init__()
-        self.base, self.own, self._rows = base, own, rows
+        self.base, self.bare, self.own, self._rows = base, bare_copy(base, {}), own, rows
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         count = self._rows.count
@@ -65,7 +68,8 @@ class _Projection(nn.Module):
         before = states.shape[axis] - count
         if not before:
             return through(self.own, states).to(states)
-        cached: torch.Tensor = self.base(states.narrow(axis, 0, before))
+        with in_place(self.base):
+            cached: torch.Tensor = self.bare(states.narrow(axis, 0, before))
         return torch.cat([cached, through(self.own, states.narrow(axis, before, count)).to(cached)], axis)
 
 
@@ -107,6 +111,23 @@ def bare_copy(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module
     # A forward that was put on the module itself (accelerate does) computes on that module.
     copied.__dict__.pop("forward", None)
     return copied
+
+
+@contextmanager
+def in_place(module: nn.Module) -> Iterator[None]:
+    """Has a module's tensors where it computes, which accelerate may keep elsewhere from one forward to the next.
+
+    A bare copy shares the table they are put in.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        yield
+        return
+    hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        hook.post_forward(module, None)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
