@@ -196,7 +196,7 @@ class BudgetController(BudgetPolicy):
         pace.time(record)
         if record.drafted:
             self.acceptance.record(record.promised, record.accepted)
-        if expected is not None and expected.rows > 1:
+        if expected is not None and expected.rows > 1 and record.promised:
             pace.fall_behind(expected.tokens, tokens)
         if self._calibration is not None:
             self._calibrate(record)

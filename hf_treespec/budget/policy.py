@@ -24,7 +24,8 @@ class RoundRecord:
         verify_ms: Milliseconds of the target's forward.
         other_ms: Milliseconds of walk, commit and the rest.
         tokens: Tokens committed over the live rows.
-        progress: Tokens that the slowest of them came on: a call ends with its last row.
+        progress: Tokens that the slowest of them came on, of those that go on if any does: a call ends with its last
+            row.
         promised: Σρ of the verified nodes by depth over live rows, the roots first.
         accepted: Walks that reached each depth, as long.
         split: Whether attention was split.

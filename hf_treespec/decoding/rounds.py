@@ -76,7 +76,7 @@ class _Outcome:
     leads: list[int]
     context: int
     paths: list[list[int]]
-    cut: bool
+    cut: list[bool]
     promised: tuple[torch.Tensor, torch.Tensor] | None
     split: bool
 
@@ -86,9 +86,12 @@ class _Outcome:
         steps = [len(self.paths[row]) for row in self.live]
         promised: list[float] = []
         # A walk that a stopping rule cut short says nothing about the drafter.
-        if self.promised is not None and not self.cut:
+        if self.promised is not None and not any(self.cut):
             scores, depths = self.promised
             promised = torch.bincount(depths.reshape(-1), weights=scores.reshape(-1)).tolist()
+        came = list(zip(self.leads, steps, strict=True))
+        # Nobody waits any longer for a row that has stopped.
+        came = [row for row, over in zip(came, self.cut, strict=True) if not over] or came
         return RoundRecord(
             nodes=self.nodes,
             drafted=self.drafted,
@@ -99,7 +102,7 @@ class _Outcome:
             verify_ms=verify_ms,
             other_ms=max(0.0, times.total - draft_ms - verify_ms),
             tokens=sum(steps),
-            progress=min(lead + taken for lead, taken in zip(self.leads, steps, strict=True)),
+            progress=min(lead + taken for lead, taken in came) - min(lead for lead, _ in came),
             promised=promised,
             accepted=[sum(taken > depth for taken in steps) for depth in range(len(promised))],
             split=self.split,
@@ -297,9 +300,7 @@ class TreeDecoding:
         cut = [self.rows.stopped(row) for row in live]
         self.report.record(paths, len(tree), live, cut, drafted, self._why, riding)
         self._outcomes.append(
-            _Outcome(
-                len(tree), drafted, live, leads, context, paths, any(cut), self._promised, bool(self.policy.split)
-            )
+            _Outcome(len(tree), drafted, live, leads, context, paths, cut, self._promised, bool(self.policy.split))
         )
         self._learn()
 

@@ -370,6 +370,23 @@ def offline(curve: Curve) -> LatencyModel:
     return model
 
 
+def test_rows_that_stop_are_not_behind() -> None:
+    """What a stopping rule cut short says as little about rows falling behind as about the drafter."""
+    controller = BudgetController(offline(flat))
+    controller.begin(CONTEXT, 2)
+    scores = torch.tensor([[1.0, 0.9, 0.8]]).expand(2, -1)
+    for promised in ([], [2.0, 1.8, 1.6]):
+        assert controller.should_draft()
+        controller.choose(scores, torch.tensor([[0, 1, 2]]).expand(2, -1), [0, 0])
+        lag = controller._pace().lag
+        times = {"context": CONTEXT, "draft_ms": 1.0, "verify_ms": 1.0, "other_ms": 1.0}
+        accepted = [2, 0, 0][: len(promised)]
+        controller.record(
+            RoundRecord(3, True, 2, 2, tokens=2, progress=1, promised=promised, accepted=accepted, **times)
+        )
+        assert (controller._pace().lag < lag) == bool(promised)
+
+
 def test_bastion_stops_where_its_estimate_falls_and_truncates_down() -> None:
     drafter, model = Drafter(5, nodes=128), offline(cpu)
     policy = BastionPolicy(model, largest=128)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import batch, dflash, prompt, target
-from parity import GREEDY, SAMPLED, compare, run
+from parity import GREEDY, SAMPLED, compare, eos_tokens, run
 from transformers import DynamicCache
 
 from hf_treespec import TreeSpecConfig
@@ -172,6 +172,21 @@ def test_a_walk_cut_short_teaches_nothing(scripted: Any) -> None:
     compare(target("qwen3"), prompt(), kind="perfect", max_new_tokens=20, **GREEDY)
     assert policy.records[0].promised
     assert not policy.records[-1].promised
+
+
+def test_a_row_that_stops_holds_nobody_up(scripted: Any) -> None:
+    """Where the slowest row ends a round early, the round is worth what the rows that go on came on by."""
+    policy, inputs = scripted([12]), batch(seed=3)
+    options = {"max_new_tokens": 30, **GREEDY}
+    plain = run(target("qwen3"), inputs, **options).sequences
+    start = inputs["input_ids"].shape[1]
+    eos = eos_tokens(plain, start, 30)
+    ends = [next((at for at, token in enumerate(row) if token in eos), 29) for row in plain[:, start:].tolist()]
+    decoding = {"shape": "chain"}
+    compare(target("qwen3"), inputs, kind="perfect", decoding=decoding, eos=eos, eos_token_id=eos, **options)
+    assert len(set(ends)) > 2
+    # All advance alike until they end, so what a round comes on by is what the last row does.
+    assert sum(record.progress for record in policy.records) == max(ends)
 
 
 def test_later_calls_go_on_where_earlier_ones_stopped(profiles: Path) -> None:
