@@ -53,8 +53,8 @@ class TreeSpecConfig:
             check_count(name, getattr(self, name))
         if self.shape not in SHAPES:
             raise ValueError(f"`shape` must be 'auto', 'tree' or 'chain', got {self.shape!r}.")
-        if not self.drafter_temperature > 0:
-            raise ValueError(f"`drafter_temperature` must be above 0, got {self.drafter_temperature!r}.")
+        if not isinstance(self.drafter_temperature, int | float) or not self.drafter_temperature > 0:
+            raise ValueError(f"`drafter_temperature` must be a number above 0, got {self.drafter_temperature!r}.")
         if self.on_unsupported not in ("raise", "plain"):
             raise ValueError(f"`on_unsupported` must be 'raise' or 'plain', got {self.on_unsupported!r}.")
 

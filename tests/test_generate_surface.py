@@ -419,6 +419,18 @@ def test_return_dict(family: str, rows: int) -> None:
         assert cache_of(actual).get_seq_length() == cache_of(expected).get_seq_length() == length + steps - 1
 
 
+def test_hidden_states_beside_a_row_that_ends_with_its_first_token() -> None:
+    """Its only states are those of the whole prompt; steps after it have one position in every row."""
+    inputs = batch(seed=6)
+    first = run(model(), inputs, **GREEDY, max_new_tokens=1).sequences[:, -1].tolist()
+    outputs = {"return_dict_in_generate": True, "output_hidden_states": True}
+    eos = first[:1]
+    plain, assisted, _ = compare(model(), inputs, eos=eos, eos_token_id=eos, max_new_tokens=8, **GREEDY, **outputs)
+    assert len(set(first)) > 1
+    shapes = [[[layer.shape for layer in step] for step in out.output.hidden_states] for out in (plain, assisted)]
+    assert shapes[0] == shapes[1]
+
+
 def test_scores_are_raw_when_only_logits_are_asked_for() -> None:
     """Raw logits are not the tensors that processors write into."""
     options = {"return_dict_in_generate": True, "output_logits": True, "suppress_tokens": [base()[0]]}

@@ -26,4 +26,6 @@ def build_output(rows: Rows, cache: Cache, return_dict: bool) -> torch.Tensor | 
 
 
 def _join_layers(rows: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.cat(layer) for layer in zip(*rows, strict=True))
+    # A row that ended with its first token repeats the states of the whole prompt.
+    length = min(layers[0].shape[1] for layers in rows)
+    return tuple(torch.cat([part[:, -length:] for part in layer]) for layer in zip(*rows, strict=True))

@@ -133,6 +133,12 @@ def test_numbers_of_things_are_integers(options: dict[str, Any]) -> None:
         TreeSpecConfig(**options)
 
 
+@pytest.mark.parametrize("temperature", [0, "1", None, float("nan")])
+def test_a_temperature_is_a_number_above_zero(temperature: Any) -> None:
+    with pytest.raises(ValueError, match="`drafter_temperature` must be a number above 0"):
+        TreeSpecConfig(drafter_temperature=temperature)
+
+
 def test_options_are_printed_and_saved_with_a_generation_config(tmp_path: Path) -> None:
     options = TreeSpecConfig(budget=6, shape="chain", on_unsupported="plain")
     config = GenerationConfig(treespec=options, max_new_tokens=12)

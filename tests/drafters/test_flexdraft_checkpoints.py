@@ -199,6 +199,8 @@ def test_options_belong_to_views() -> None:
         drafter.with_options(flex_mode="both")
     with pytest.raises(ValueError, match="flex_group_score"):
         drafter.with_options(flex_group_score=1.0)
+    with pytest.raises(ValueError, match="flex_group_score"):
+        drafter.with_options(flex_group_score="0.1")
     with pytest.raises(ValueError, match="flex_groups"):
         drafter.with_options(flex_groups=1.5)
 

@@ -64,3 +64,7 @@ def test_what_was_learned_stays_with_the_drafter_and_its_circumstances() -> None
 )
 def test_the_mode_before_anything_is_measured(mode: str, batch: int, expected: str) -> None:
     assert FlexDraftOptions().with_options(flex_mode=mode).mode(batch) == expected
+
+
+def test_without_a_largest_batch_all_are_drafted_for_in_parallel() -> None:
+    assert FlexDraftOptions(flex_mode="batch", flex_parallel_batch=None).mode(64) == "parallel"

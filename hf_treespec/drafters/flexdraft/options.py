@@ -22,7 +22,7 @@ class FlexDraftOptions(TreeSpecConfig):
             `"sequential"` drafts after it, for the node the walk ended on, in a forward of the last layers alone;
             `"batch"` takes `"parallel"` up to `flex_parallel_batch` rows, the paper's rule; `"auto"` starts from that
             rule and then takes what costs a round less, as measured while decoding.
-        flex_parallel_batch: Largest batch that `"batch"` drafts for in parallel (the paper's 2).
+        flex_parallel_batch: Largest batch that `"batch"` drafts for in parallel (the paper's 2); None = any.
         flex_variant: How mask rows ride. `"joint"`: in the very layer call of the verified rows, whose values it moves
             by rounding. `"twice"`: in a second call of each layer; verified rows and cache keep their bits.
         flex_group_score: Path score below which a node brings no mask rows along; where the walk ends on such a node
@@ -33,7 +33,7 @@ class FlexDraftOptions(TreeSpecConfig):
     """
 
     flex_mode: Literal["auto", "batch", "parallel", "sequential"] = "auto"
-    flex_parallel_batch: int = 2
+    flex_parallel_batch: int | None = 2
     flex_variant: Literal["joint", "twice"] = "joint"
     flex_group_score: float | None = None
     flex_groups: int | None = None
@@ -49,14 +49,15 @@ class FlexDraftOptions(TreeSpecConfig):
         check_count("flex_parallel_batch", self.flex_parallel_batch)
         for name in ("flex_group_score", "flex_verify_score"):
             score = getattr(self, name)
-            if score is not None and not 0.0 <= score < 1.0:
+            if score is not None and not (isinstance(score, int | float) and 0.0 <= score < 1.0):
                 raise ValueError(f"`{name}` is a path score of at least 0 and below 1, got {score!r}.")
 
     def mode(self, batch_size: int) -> Literal["parallel", "sequential"]:
         """The mode that a batch of `batch_size` rows is drafted for in, before anything is measured."""
         if self.flex_mode in ("parallel", "sequential"):
             return self.flex_mode
-        return "parallel" if batch_size <= self.flex_parallel_batch else "sequential"
+        most = self.flex_parallel_batch
+        return "parallel" if most is None or batch_size <= most else "sequential"
 
     def group_score(self, device: torch.device) -> float:
         """The path score below which a node brings no mask rows along on a device."""
