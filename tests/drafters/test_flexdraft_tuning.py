@@ -209,6 +209,21 @@ def test_verified_rows_are_left_alone(family: str, variant: str) -> None:
             assert torch.equal(stored, expected) if variant == "twice" else close(stored, expected) < 2e-5
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["k_proj", "v_proj", "o_proj"])
+def test_mask_rows_that_overflow_reach_no_verified_row(name: str, value: float) -> None:
+    """A weight of 0 does not hide what is no number."""
+    model = target("qwen3", "eager")
+    drafter, calls = tiny_flexdraft(model), itertools.count(1)
+
+    def overflow(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return torch.full_like(output, value) if next(calls) == 3 else None
+
+    drafter.layers[0].self_attn.get_submodule(name).register_forward_hook(overflow)
+    decode(model, prompt(12, seed=3), drafter, flex_mode="parallel")
+    assert next(calls) > 4
+
+
 def test_projections_are_hooked_only_while_rows_pass() -> None:
     model, inputs = target("qwen3", "sdpa"), prompt(12)
     drafter = tiny_flexdraft(model)

@@ -369,7 +369,8 @@ class AttentionTuning:
             return None
         assert self._tail is not None
         (axis, rows), self._tail = self._tail, None
-        return torch.cat([output, through(own, rows).to(output)], axis)
+        # Clean rows give the keys and values of mask rows a weight of 0, which does not hide what is no number.
+        return torch.cat([output, through(own, rows).to(output).nan_to_num(0.0, 0.0, 0.0)], axis)
 
     # Particulars
 
