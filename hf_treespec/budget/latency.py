@@ -196,20 +196,20 @@ class LatencyModel:
         return model
 
     def _compute_curve(self, size: int, context: int, batch: int, split: bool) -> Array:
-        base, longer = self._base(size, context, batch), self._longer(size, context, batch)
-        logs = base + self._corrections.context * longer + self._corrections.residuals(split, _log_sizes(size, batch))
+        base, fitted = (self._base(size, columns, batch) for columns in (context, self._fitted_context))
+        logs = base + self._corrections.context * (base - fitted)
+        logs = logs + self._corrections.residuals(split, _log_sizes(size, batch))
         # Noise may order sizes wrongly: halfway between the least curve above and the largest below.
         above, below = np.maximum.accumulate(logs), np.minimum.accumulate(logs[::-1])[::-1]
         return np.asarray(np.exp((above + below) / 2))
 
     def _log_ratio(self, point: LatencyPoint) -> tuple[float, float]:
         """Log of a forward's time over the roofline's, and of that over the roofline's at the context of the fit."""
-        key = _size(point.rows), _bucket(point.context), point.batch
-        base, longer = self._base(*key)[point.rows - 1], self._longer(*key)[point.rows - 1]
-        return math.log(point.ms) - float(base), float(longer)
-
-    def _longer(self, size: int, context: int, batch: int) -> Array:
-        return np.asarray(self._base(size, context, batch) - self._base(size, self._fitted_context, batch))
+        base, fitted = (
+            float(self._base(_size(point.rows), context, point.batch)[point.rows - 1])
+            for context in (_bucket(point.context), self._fitted_context)
+        )
+        return math.log(point.ms) - base, base - fitted
 
     def _base(self, size: int, context: int, batch: int) -> Array:
         key = (size, context, batch)

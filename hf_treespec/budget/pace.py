@@ -131,8 +131,9 @@ class Pace:
 
     def fall_behind(self, expected: float, tokens: float) -> None:
         """Takes a round's tokens of the slowest of several rows, and those expected, into `lag`."""
-        for name, more in (("due", expected - 1), ("came", tokens - 1)):
-            setattr(self, name, _LAG_PRIOR + _RATE_KEPT * (getattr(self, name) - _LAG_PRIOR) + more)
+        kept_prior = (1 - _RATE_KEPT) * _LAG_PRIOR
+        self.due = _RATE_KEPT * self.due + kept_prior + expected - 1
+        self.came = _RATE_KEPT * self.came + kept_prior + tokens - 1
 
     def count(self, tokens: float, ms: float) -> None:
         """Takes a round into the running rate."""

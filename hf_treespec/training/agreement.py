@@ -69,7 +69,7 @@ def depth_agreement(
     sums = torch.zeros(depths, 1 + len(ranks), dtype=torch.float64)
     blocks = 0
     for batch in sequences.split(batch_size):
-        for some, teacher, draft in _drafts_along(drafter, target, batch, anchors):
+        for some, teacher, draft in _drafts_along(drafter, target, modules, batch, anchors):
             wanted = teacher[:, some[:, None] + slots - 1]
             found = _compare(modules, draft, wanted.flatten(0, 2), temperature, ranks)
             sums += found.view(-1, depths, sums.shape[1]).sum(0)
@@ -79,12 +79,15 @@ def depth_agreement(
 
 
 def _drafts_along(
-    drafter: BlockDrafter, target: PreTrainedModel, sequences: torch.Tensor, anchors: torch.Tensor
+    drafter: BlockDrafter,
+    target: PreTrainedModel,
+    whole: TargetModules,
+    sequences: torch.Tensor,
+    anchors: torch.Tensor,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Probabilities]]:
     """Some anchors, the target's final states `[B, T, H]`, and the drafts, rows ordered (text, anchor, depth)."""
     parts = anchors.split(ANCHORS_AT_ONCE)
     if isinstance(drafter, FlexDraftDrafter):
-        whole = TargetModules(target)
         for some in parts:
             packed = packed_blocks(drafter, target, sequences, some.expand(len(sequences), -1))
             rows = packed.drafted.flatten(0, 2)
@@ -101,7 +104,7 @@ def _drafts_along(
             yield some, packed.teacher, calibrated
         return
     assert isinstance(drafter, DFlashDrafter)
-    modules, width = drafter.borrow(target), TargetModules(target).vocab_size
+    modules, width = drafter.borrow(target), whole.vocab_size
     features, teacher = teacher_forward(target, sequences, drafter.config.target_layer_ids)
     for some in parts:
         rows = draft_blocks(drafter, modules, sequences, features, some.expand(len(sequences), -1)).flatten(0, 2)

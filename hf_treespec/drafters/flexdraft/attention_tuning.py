@@ -127,11 +127,9 @@ class AttentionTuning:
                 )
                 tuned = self._tuned[index].self_attn
                 assert isinstance(tuned, nn.Module)
-                own = {
-                    name: computing_as(base, tuned.get_submodule(name))
-                    for name, base in projections_of(attention_of(layer)).items()
-                }
-                self._projections += [(base, own[name]) for name, base in projections_of(attention_of(layer)).items()]
+                bases = projections_of(attention_of(layer))
+                own = {name: computing_as(base, tuned.get_submodule(name)) for name, base in bases.items()}
+                self._projections += zip(bases.values(), own.values(), strict=True)
                 self._views.append(LayerView(layer, own))
         except BaseException:
             self.detach()
