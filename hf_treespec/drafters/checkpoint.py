@@ -37,12 +37,16 @@ _SIZES = {
     "target_hidden_size": None,
     "block_size": 4096,
 }
-#: Fields that hold others, and lists.
+#: Fields that hold others, lists and names.
 _FORMS: dict[str, type] = {
+    "model_type": str,
     **dict.fromkeys(("dflash_config", "flexdraft_config", "speculators_config", "transformer_layer_config"), dict),
     **dict.fromkeys(("treeflash_config", "rope_parameters", "rope_scaling", "verifier"), dict),
     **dict.fromkeys(("layer_types", "target_layer_ids", "aux_hidden_state_layer_ids", "attention_layouts"), list),
 }
+_FORM_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a name"}
+#: Types of a weight's numbers in safetensors files; others are those of a quantised one, which needs its scales.
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
 #: Fields under which transformers takes a repository's name and runs the code in it.
 _CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
@@ -118,7 +122,7 @@ class Checkpoint:
                 raise self._error(f"{path} is {value!r}, which would run the code of that repository. Remove it.")
             form = _FORMS.get(name)
             if form is not None and value is not None and not isinstance(value, form):
-                raise self._error(f"{path} is {value!r} instead of {'a list' if form is list else 'an object'}.")
+                raise self._error(f"{path} is {value!r} instead of {_FORM_NAMES[form]}.")
             if name not in _SIZES or value is None:
                 continue
             if type(value) is not int or value < 1:
@@ -181,7 +185,15 @@ class Checkpoint:
             raise self._error(f"{path.name} is no sound safetensors file: {error}.") from error
         with path.open("rb") as file:
             header = self._parse(file.read(int.from_bytes(file.read(8), "little")), f"the header of {path.name}")
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for name, entry in tensors.items():
+            # Maps between vocabularies are lists of whole numbers.
+            if len(entry["shape"]) > 1 and entry["dtype"] not in _WEIGHTS:
+                raise self._error(
+                    f"{name} in {path.name} holds {entry['dtype']} numbers instead of {', '.join(_WEIGHTS)}. "
+                    "Quantised weights are not read; give the checkpoint that they were made from."
+                )
+        return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
 
     def check_family(self, family: type[PreTrainedModel]) -> None:
         """Builds the drafter that the configuration describes without memory for its weights, and counts them.

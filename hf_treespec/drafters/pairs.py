@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -85,8 +86,14 @@ def find_pair(target: str | Path | PreTrainedModel, dialect: str | None = None) 
         pairs = _pairs_of(name)
         if pairs:
             return _choose(name, pairs, dialect)
+    unread: list[str] = []
     for name in names:
-        for base, is_same in _bases_of(name):
+        try:
+            bases = _bases_of(name)
+        except LocalEntryNotFoundError:
+            unread.append(name)
+            continue
+        for base, is_same in bases:
             pairs = _pairs_of(base)
             if pairs:
                 pair = _choose(base, pairs, dialect)
@@ -96,7 +103,7 @@ def find_pair(target: str | Path | PreTrainedModel, dialect: str | None = None) 
                         "may be accepted. Outputs are the target's own all the same."
                     )
                 return pair
-    raise ValueError(_unknown(names))
+    raise ValueError(_unknown(names, unread))
 
 
 def _names_of(target: str | Path | PreTrainedModel) -> Iterator[str]:
@@ -127,21 +134,27 @@ def _choose(name: str, pairs: list[Pair], dialect: str | None) -> Pair:
     return found
 
 
-def _bases_of(name: str) -> Iterator[tuple[str, bool]]:
-    """Models that a target's card says it was made from, and whether it is the same model in another form."""
+def _bases_of(name: str) -> list[tuple[str, bool]]:
+    """Models that a target's card says it was made from, and whether it is the same model in another form.
+
+    Raises:
+        LocalEntryNotFoundError: The card is not in the cache, and the Hub cannot or may not be asked.
+    """
     try:
         path = ModelFiles(name).find("README.md")
-    except (OSError, ValueError):  # no such repository, no connection, a name that is none
-        return
+    except LocalEntryNotFoundError:
+        raise
+    except (OSError, ValueError):  # no such repository, a name that is none
+        return []
     if path is None:
-        return
+        return []
     data = ModelCard.load(path).data
     bases = data.base_model or []
-    for base in [bases] if isinstance(bases, str) else bases:
-        yield base, data.get("base_model_relation") == "quantized"
+    is_same = data.get("base_model_relation") == "quantized"
+    return [(base, is_same) for base in ([bases] if isinstance(bases, str) else bases)]
 
 
-def _unknown(names: list[str]) -> str:
+def _unknown(names: list[str], unread: list[str]) -> str:
     name = names[0] if names else "a model without a name"
     known = {target for pair in published_pairs() for target in pair.targets}
     spelled = {target.lower(): target for target in known} | {target.lower().split("/")[1]: target for target in known}
@@ -151,6 +164,7 @@ def _unknown(names: list[str]) -> str:
     return (
         f"No published drafter is known for {name}. "
         + (f"Near matches: {', '.join(near)}. " if near else "")
+        + (f"The Hub could not be asked for the card of {', '.join(unread)}, which may name one. " if unread else "")
         + "If it is one of those in another form, load that drafter by its id and pass `target=`, which checks the "
         f"pair. Or train one: `hf-treespec train dflash --target {name} …`, see docs/training.md."
     )

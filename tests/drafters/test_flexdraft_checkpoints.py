@@ -183,6 +183,8 @@ def test_a_wrong_target_is_refused_by_name(changes: dict[str, Any], message: str
         ({"target_layer_ids": [2, 3], "num_target_layers": 5}, "the last of 5 target layers is 4"),
         ({"block_size": 1}, "block_size is 1"),
         ({"calibration_rank": 0}, "calibration_rank is 0"),
+        ({"attention_layouts": [None]}, r"attention_layouts is \[None\]; it is a list of objects"),
+        ({"attention_layouts": [{"q_proj": {"weight": [64, "x"]}}]}, "attention_layouts is .* it is a list"),
         ({"target_layer_ids": [1, 2, 3], "attention_layouts": [{}, {}]}, "2 attention_layouts for 3 layers"),
     ],
 )

@@ -279,6 +279,7 @@ def test_truncated_weights(sound: Files, refused_everywhere: Callable[..., None]
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\] instead of an object"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "has the rope_type 'spiral'; it is one of"),
         ({"rope_parameters": {"rope_theta": 0}}, "has the rope_theta 0; it is a positive number"),
+        ({"transformer_layer_config": {"model_type": [1]}}, r"model_type is \[1\] instead of a name"),
         ({"dflash_config": 5}, "dflash_config is 5 instead of an object"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention' instead of a list"),
         ({"dtype": 3}, "dtype is 3 instead of the name of a floating-point type"),
@@ -322,6 +323,14 @@ def test_wrong_shapes(sound: Files, refused: Callable[..., None]):
     tensors["fc.weight"] = torch.zeros(64, 64)
     message = r"misshaped: fc\.weight \[64, 64\] instead of \[64, 128\]"
     refused(sound | {WEIGHTS: save(tensors, {"format": "pt"})}, message, ValueError)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+def test_quantised_weights(sound: Files, refused: Callable[..., None], dtype: torch.dtype):
+    tensors = load(sound[WEIGHTS])
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
+    weights = save(tensors | {name: tensors[name].to(dtype)}, {"format": "pt"})
+    refused(sound | {WEIGHTS: weights}, rf"{name} in {WEIGHTS} holds \w+ numbers instead of F64, .* Quantised")
 
 
 def test_a_weight_under_two_names(sound: Files, refused: Callable[..., None]):

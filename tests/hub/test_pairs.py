@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from huggingface_hub.utils import validate_repo_id
 from loopback import LoopbackHub
 from pairs import build_pair
@@ -124,6 +125,13 @@ def test_an_unknown_target(hub: LoopbackHub):
         find_pair("xyz/abc")
     with pytest.raises(ValueError, match="a model without a name"):
         find_pair(model())
+
+
+def test_a_card_that_cannot_be_read(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch):
+    hub.create("acme/Qwen3-8B-made-over", {"README.md": b"---\nbase_model: Qwen/Qwen3-8B\n---\n"})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="could not be asked for the card of acme/Qwen3-8B-made-over, which may name"):
+        find_pair("acme/Qwen3-8B-made-over")
 
 
 def test_an_unknown_dialect():

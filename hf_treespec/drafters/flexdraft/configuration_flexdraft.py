@@ -7,14 +7,28 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..fields import COUNT, LAYERS, NOT_NEGATIVE, TOKENS, check_fields
+from ..fields import COUNT, LAYERS, NOT_NEGATIVE, TOKENS, Kind, check_fields
 from .convert_flexdraft import convert_config, is_released
 from .layout import AttentionLayout
+
+
+def _are_layouts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(layout, Mapping)
+        and all(isinstance(shapes, Mapping) and all(map(_is_shape, shapes.values())) for shapes in layout.values())
+        for layout in value
+    )
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(COUNT.holds, value))
+
 
 _KINDS = {
     **dict.fromkeys(("hidden_size", "vocab_size", "block_size"), COUNT),
     **dict.fromkeys(("num_target_layers", "calibration_rank"), COUNT.or_none()),
     "target_layer_ids": LAYERS,
+    "attention_layouts": Kind("a list of objects, projections' tensors by name with their shapes", _are_layouts),
     "initializer_range": NOT_NEGATIVE,
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), TOKENS.or_none()),
 }
@@ -63,9 +77,9 @@ class FlexDraftConfig(PreTrainedConfig):
         self.calibration_rank = calibration_rank
         self.initializer_range = initializer_range
         self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
+        self.attention_layouts = list(attention_layouts or [_square_layout(hidden_size)])
         check_fields({"num_target_layers": num_target_layers, **vars(self)}, _KINDS)
         self.num_target_layers = num_target_layers or self.target_layer_ids[-1] + 1
-        self.attention_layouts = list(attention_layouts or [_square_layout(hidden_size)])
         self.num_hidden_layers = len(self.target_layer_ids)
         self._validate_fields()
         super().__init__(
