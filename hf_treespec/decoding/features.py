@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import DraftSession
+from ..transfer import to_device
 from .support import decoder_layers
 
 _RECORDING: ContextVar[FeatureRecorder | None] = ContextVar("treespec_recording", default=None)
@@ -107,21 +108,28 @@ class FeatureRecorder:
         """Whether every feature layer reported in the last verification forward."""
         return len(self._raw) == len(self._session.feature_layers)
 
-    def select(self, nodes: torch.Tensor) -> list[torch.Tensor]:
+    def select(self, paths: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Chosen rows of every feature layer in the last verification forward, each `[B, T, H_target]`.
 
         Args:
-            nodes: Row indices, long `[B, T]`.
+            paths: Nodes of each row; T is the most of a row, and shorter ones are filled up with the root.
         """
+        longest = max(map(len, paths))
+        nodes: dict[torch.device, torch.Tensor] = {}
         chosen = []
         for index in range(len(self._session.feature_layers)):
             hidden = self._raw[index]
             if hidden.shape[1] == 1:
                 chosen.append(hidden)
-            elif hidden.shape[0] == 1:
-                chosen.append(hidden.index_select(1, nodes[0].to(hidden.device)))
+                continue
+            if hidden.device not in nodes:
+                filled = [[*path, *[0] * (longest - len(path))] for path in paths]
+                nodes[hidden.device] = to_device(filled, hidden.device)
+            rows = nodes[hidden.device]
+            if hidden.shape[0] == 1:
+                chosen.append(hidden.index_select(1, rows[0]))
             else:
-                chosen.append(hidden.gather(1, nodes.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])))
+                chosen.append(hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1])))
         return chosen
 
     def fuse(self, selected: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

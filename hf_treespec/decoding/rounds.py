@@ -48,22 +48,17 @@ _MOST_PENDING = 32
 
 @dataclass(frozen=True)
 class _Committed:
-    """Positions that entered the target's cache, the session not yet told.
+    """What a round added to the target's cache, the session not yet told.
 
     Attributes:
-        selected: Their rows of every feature layer, each `[B, T, H_target]`; none where they are fused already.
-        positions: Their positions, long `[B, T]`.
-        valid: Which of them are real, bool `[B, T]`; None = all.
+        selected: Its rows of every feature layer, each `[B, T, H_target]`.
+        first: Position of the first one of each row.
+        counts: How many of them each row has; T is the most.
     """
 
     selected: list[torch.Tensor]
-    positions: torch.Tensor
-    valid: torch.Tensor | None
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Parts `[B, T, …]` one behind the other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    first: list[int]
+    counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -207,7 +202,8 @@ class TreeDecoding:
                 "Rows advance in lockstep: a processor, criterion or cache of this call needs the whole batch."
             )
         self._pending: list[_Committed] = []
-        self._prompt: torch.Tensor | None = None
+        #: Features of the prompt, their positions and which of them are real, until the session is told.
+        self._prompt: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self._accepted: torch.Tensor | None = None
         self._extra_hidden: torch.Tensor | None = None
         self._drafting = True
@@ -276,8 +272,7 @@ class TreeDecoding:
             self._stop_drafting(_UNRECORDED)
             return
         fresh = features.shape[1]
-        self._prompt = features
-        self._pending = [_Committed([], positions[:, -fresh:], None if valid is None else valid[:, -fresh:])]
+        self._prompt = features, positions[:, -fresh:], None if valid is None else valid[:, -fresh:]
 
     def _round(self) -> None:
         """One round, from features and anchors to committed tokens, and what it teaches."""
@@ -394,24 +389,31 @@ class TreeDecoding:
 
     def _take_pending(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Features, positions and validity of everything committed since the session was last told."""
-        pending, self._pending = self._pending, []
-        if not pending:
-            return None, None, None
-        selected = [part.selected for part in pending if part.selected]
-        features = [self.recorder.fuse(selected)] if selected else []
-        if self._prompt is not None:
-            features.insert(0, self._prompt)
-            self._prompt = None
-        positions = [part.positions for part in pending]
+        parts = [] if self._prompt is None else [self._prompt]
+        if self._pending:
+            features = self.recorder.fuse([part.selected for part in self._pending])
+            parts.append((features, *self._places(self._pending)))
+        self._prompt, self._pending = None, []
+        if len(parts) < 2:
+            return parts[0] if parts else (None, None, None)
         valid = None
-        if any(part.valid is not None for part in pending):
-            valid = _joined(
-                [
-                    torch.ones_like(part.positions, dtype=torch.bool) if part.valid is None else part.valid
-                    for part in pending
-                ]
+        if any(part[2] is not None for part in parts):
+            valid = torch.cat(
+                [torch.ones_like(places, dtype=torch.bool) if real is None else real for _, places, real in parts], 1
             )
-        return _joined(features), _joined(positions), valid
+        return torch.cat([part[0] for part in parts], 1), torch.cat([part[1] for part in parts], 1), valid
+
+    def _places(self, pending: list[_Committed]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Positions `[B, T₁ + T₂ + …]` of what rounds committed, and which of them are real; None = all."""
+        places: list[list[int]] = [[] for _ in range(self.batch_size)]
+        real: list[list[bool]] = [[] for _ in range(self.batch_size)]
+        for part in pending:
+            longest = max(part.counts)
+            for row, (first, count) in enumerate(zip(part.first, part.counts, strict=True)):
+                places[row] += range(first, first + longest)
+                real[row] += [True] * count + [False] * (longest - count)
+        device = self.input_ids.device
+        return to_device(places, device), None if all(map(all, real)) else to_device(real, device, torch.bool)
 
     def _wait(self) -> None:
         """Keeps a plain round's features for the next draft; the session takes them many at a time."""
@@ -419,7 +421,7 @@ class TreeDecoding:
             self._observe()
 
     def _observe(self) -> None:
-        if self._pending and self._drafting:
+        if self._drafting and (self._pending or self._prompt is not None):
             self.session.observe(self._state(0, 0))
 
     def _count_nonfinite(self) -> None:
@@ -449,16 +451,9 @@ class TreeDecoding:
         if not self.recorder.reported():
             self._stop_drafting(_UNRECORDED)
             return
-        device, longest = self.input_ids.device, max(len(path) for path in paths)
-        nodes = to_device([path + [0] * (longest - len(path)) for path in paths], device)
-        selected = self.recorder.select(nodes)
-        steps = torch.arange(longest, device=device)
-        positions = to_device(anchors_at, device)[:, None] + steps
-        valid = None
-        if self.batch_size > 1:
-            valid = steps < to_device([len(path) for path in paths], device)[:, None]
-        self._pending.append(_Committed(selected, positions, valid))
-        self._accepted = to_device([path[-1] if path else 0 for path in paths], device) if drafted else None
+        self._pending.append(_Committed(self.recorder.select(paths), anchors_at, [len(path) for path in paths]))
+        ends = [path[-1] if path else 0 for path in paths]
+        self._accepted = to_device(ends, self.input_ids.device) if drafted else None
         self._extra_hidden = None if first_extra is None else self.recorder.last_hidden(first_extra)
 
     def _finish(self) -> torch.Tensor | GenerateDecoderOnlyOutput:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 
 import torch
 from transformers import LogitsProcessorList
@@ -180,7 +181,7 @@ class Picker:
         if not self._do_sample:
             return scores.argmax(dim=-1)
         probabilities = scores.softmax(dim=-1)
-        if scores.device.type == "cpu" and not bool(probabilities.isfinite().all()):
+        if scores.device.type == "cpu" and not math.isfinite(probabilities.sum()):
             # What `torch.multinomial` says to plain decoding.
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         if self._noise is None:
