@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+#: Rows of a round at most: its mask has the square of them.
+MOST_ROWS = 4096
 POLICIES = ("auto", "static", "ema", "bastion")
 SHAPES = ("auto", "tree", "chain")
 
@@ -22,7 +24,7 @@ class TreeSpecConfig:
 
     Attributes:
         budget: Rows verified in a round, the root included. `"auto"` takes what pays most on this machine, measured
-            while decoding; a number of at least 1 is taken always (1 is plain decoding). `"static"`, `"ema"` and
+            while decoding; a number from 1 to 4096 is taken always (1 is plain decoding). `"static"`, `"ema"` and
             `"bastion"` are policies to compare with (see `hf_treespec.budget`).
         max_budget: Most rows that the policies may choose; None = 64 on a CPU and 128 elsewhere.
         shape: `"tree"` verifies the best-first tree, `"chain"` only the drafter's single best continuation. `"auto"`
@@ -51,6 +53,10 @@ class TreeSpecConfig:
             )
         for name in ("max_budget", "depth", "draft_window"):
             check_count(name, getattr(self, name))
+        for name in ("budget", "max_budget"):
+            rows = getattr(self, name)
+            if isinstance(rows, int) and rows > MOST_ROWS:
+                raise ValueError(f"`{name}` is {rows:,}, but a round verifies at most {MOST_ROWS:,} rows.")
         if self.shape not in SHAPES:
             raise ValueError(f"`shape` must be 'auto', 'tree' or 'chain', got {self.shape!r}.")
         if not isinstance(self.drafter_temperature, int | float) or not self.drafter_temperature > 0:

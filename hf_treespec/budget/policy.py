@@ -70,6 +70,8 @@ class BudgetPolicy(ABC):
     split: bool | None = None
     #: Whether records of rounds change anything: without that nobody needs to make them.
     learns: bool = True
+    #: Whether the user has been told of the verdict that stands; a call that drafting paid in asks for a new warning.
+    warned: bool = False
 
     @property
     def patience(self) -> int:

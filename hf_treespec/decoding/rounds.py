@@ -480,10 +480,17 @@ class TreeDecoding:
         self.report.stage_seconds = self.clock.seconds()
         self._learn()
         self.report.budget = self.policy.summary()
-        if self.policy.verdict:
-            self.report.reason = self.report.reason or self.policy.verdict
-            logger.warning(f"Drafting {self.policy.verdict}; decoded plainly where it did not.")
+        self._report_verdict()
         return build_output(self.rows, cache, returned)
+
+    def _report_verdict(self) -> None:
+        """Says that drafting does not pay: of every call in its report, of the first of several in a warning."""
+        verdict = self.policy.verdict
+        if verdict:
+            self.report.reason = self.report.reason or verdict
+            if not self.policy.warned:
+                logger.warning(f"Drafting {verdict}; decoded plainly where it did not.")
+        self.policy.warned = bool(verdict)
 
     def close(self) -> None:
         """Takes everything off the target and its cache again."""

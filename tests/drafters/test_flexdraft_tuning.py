@@ -86,10 +86,11 @@ def test_drafts_equal_a_dense_forward_under_explicit_masks(family: str, mode: st
 
 
 def build_config(name: str) -> PreTrainedModel:
-    """Further kinds of attention: latent, fused with biases beside the MLP, and one whose logits are scaled."""
+    """Further kinds of attention: latent, with complex rotations, fused beside the MLP, and with scaled logits."""
     latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     fields: dict[str, dict[str, Any]] = {
         "DeepseekV3Config": {**latent, "first_k_dense_replace": LAYERS},
+        "DeepseekV2Config": {**latent, "first_k_dense_replace": LAYERS},
         "GPTNeoXConfig": {},
         "Cohere2Config": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
     }
@@ -102,7 +103,7 @@ def build_config(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3Config", "GPTNeoXConfig", "Cohere2Config"])
+@pytest.mark.parametrize("name", ["DeepseekV2Config", "DeepseekV3Config", "GPTNeoXConfig", "Cohere2Config"])
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
 def test_further_kinds_of_attention(name: str, mode: str) -> None:
     model = build_config(name)
@@ -378,3 +379,10 @@ def test_recurrent_layers_are_refused_by_name() -> None:
     model = Qwen3NextForCausalLM(config)
     with pytest.raises(ValueError, match="GatedDeltaNet"):
         FlexDraftDrafter.from_target(model, num_layers=2)
+
+
+def test_targets_without_rotary_positions_are_refused_by_name() -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_hidden_layers": 2}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, num_attention_heads=4))
+    with pytest.raises(ValueError, match=r"OPTDecoder has no rotary module.*Use a DFlash drafter"):
+        FlexDraftDrafter.from_target(model)

@@ -28,8 +28,8 @@ from ...attention.interface import ARMED, TreeAttention
 from ...attention.masks import LayerKind, layer_kinds
 from ...caches import TreeLayer, takes_trees
 from .layer_view import LayerView, computing_as, row_axis, through
-from .layout import attention_of, decoder_of, projections_of
-from .mask_rows import MaskRows, Ride, RopeCall
+from .layout import attention_of, decoder_of, projections_of, rotaries_of
+from .mask_rows import Angles, MaskRows, Ride, RopeCall
 
 #: The tuning whose hooks act in this context: the last one attached.
 _IN_FORCE: ContextVar[AttentionTuning | None] = ContextVar("treespec_attention_tuning", default=None)
@@ -114,9 +114,8 @@ class AttentionTuning:
     def attach(self) -> Self:
         """Registers the hooks; in this context they are in force until `detach`, over any attached before."""
         try:
-            for module in self._decoder.modules():
-                if "RotaryEmbedding" in type(module).__name__:
-                    self._handles.append(module.register_forward_hook(self._note_rope, with_kwargs=True))
+            for rotary in rotaries_of(self._decoder):
+                self._handles.append(rotary.register_forward_hook(self._note_rope, with_kwargs=True))
             for index, layer in enumerate(self._layers):
                 self._handles.append(
                     layer.register_forward_pre_hook(functools.partial(self._enter, index), with_kwargs=True)
@@ -222,7 +221,7 @@ class AttentionTuning:
         """
         hidden, cache = embeddings, self.cache
         assert cache is not None
-        angles: list[tuple[RopeCall, tuple[torch.Tensor, ...]]] = []
+        angles: list[tuple[RopeCall, Angles]] = []
         for index, (view, kind) in enumerate(zip(self._views, self.kinds, strict=True)):
             call = self._layer_calls[index]
             found = next((known for rope, known in angles if rope is call.rope), None)
@@ -292,10 +291,7 @@ class AttentionTuning:
         )
         changed = dict(kwargs)
         changed["attention_mask"] = torch.cat([above, below], 2)
-        changed["position_embeddings"] = tuple(
-            _behind(first, second)
-            for first, second in zip(kwargs["position_embeddings"], ride.rope(call), strict=True)
-        )
+        changed["position_embeddings"] = _behind(kwargs["position_embeddings"], ride.rope(call))
         if kwargs.get("position_ids") is not None:
             assert ride.positions is not None
             rows = ride.positions if ride.positions.ndim == 2 else ride.positions[0]
@@ -397,10 +393,9 @@ class AttentionTuning:
 
     def _rope_call(self, angles: Any, layer: nn.Module) -> RopeCall:
         """The call of a rotary module whose result a layer is handed."""
-        if isinstance(angles, tuple):
-            for call in self._rope_calls:
-                if call.output[0] is angles[0]:
-                    return call
+        for call in self._rope_calls:
+            if call.output is angles or (isinstance(angles, tuple) and call.output[0] is angles[0]):
+                return call
         raise ValueError(
             f"{type(layer).__name__} is not handed the result of a rotary module as `position_embeddings`, so mask "
             "rows cannot be given positions; use a DFlash drafter for this target."
@@ -437,7 +432,10 @@ def _cache_among(kwargs: dict[str, Any]) -> tuple[str, Cache | None]:
     return next(((name, value) for name, value in kwargs.items() if isinstance(value, Cache)), ("", None))
 
 
-def _behind(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _behind(clean: Angles, rows: Angles) -> Angles:
     """`[…, N, D]` and `[…, M, D]` as `[…, N + M, D]`; the leading dimensions broadcast."""
-    lead = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
-    return torch.cat([part.expand(*lead, *part.shape[-2:]) for part in (first, second.to(first))], -2)
+    if isinstance(clean, tuple):
+        return tuple(_behind(*parts) for parts in zip(clean, rows, strict=True))  # type: ignore[misc]
+    assert isinstance(rows, torch.Tensor)
+    lead = torch.broadcast_shapes(clean.shape[:-2], rows.shape[:-2])
+    return torch.cat([part.expand(*lead, *part.shape[-2:]) for part in (clean, rows.to(clean))], -2)

@@ -46,6 +46,18 @@ def attention_of(layer: nn.Module) -> nn.Module:
     )
 
 
+def rotaries_of(decoder: nn.Module) -> list[nn.Module]:
+    """The modules by which a decoder computes what its layers take as `position_embeddings`.
+
+    Raises:
+        ValueError: It has none.
+    """
+    found = [module for module in decoder.modules() if "RotaryEmbedding" in type(module).__name__]
+    if not found:
+        raise ValueError(f"{type(decoder).__name__} has no rotary module, by which mask rows are given positions.")
+    return found
+
+
 def projections_of(attention: nn.Module) -> dict[str, nn.Module]:
     """Children of an attention that have parameters: projections, fused or not, latent ones, and norms."""
     return {name: child for name, child in attention.named_children() if next(child.parameters(), None) is not None}

@@ -12,6 +12,9 @@ from ...attention.masks import LayerKind
 from ...caches import TreeLayer
 from ...transfer import to_device
 
+#: What a rotary module answers: cosines and sines `[…, T, D]`, or complex factors.
+Angles = tuple[torch.Tensor, ...] | torch.Tensor
+
 
 @dataclass(frozen=True)
 class MaskRows:
@@ -69,12 +72,10 @@ class RopeCall:
         """The call without its tensors, to keep."""
         return replace(self, states=self.states[:0], positions=self.positions[:0], output=None)
 
-    def at(self, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def at(self, positions: torch.Tensor, states: torch.Tensor) -> Angles:
         """What the module answers for other positions `[…, B, M]`."""
         # The forward itself: a call would run the hook that notes calls.
-        angles: tuple[torch.Tensor, ...] = self.module.forward(
-            states, positions.to(states.device), *self.args, **self.kwargs
-        )
+        angles: Angles = self.module.forward(states, positions.to(states.device), *self.args, **self.kwargs)
         return angles
 
 
@@ -87,7 +88,7 @@ class Ride:
         self.hidden: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self.masks: dict[tuple[LayerKind, torch.device], torch.Tensor] = {}
-        self.ropes: list[tuple[RopeCall, tuple[torch.Tensor, ...]]] = []
+        self.ropes: list[tuple[RopeCall, Angles]] = []
         #: What the layer under way was called with, before the rows were put in.
         self.clean_call: dict[str, Any] = {}
 
@@ -107,7 +108,7 @@ class Ride:
         )
         return positions
 
-    def rope(self, call: RopeCall) -> tuple[torch.Tensor, ...]:
+    def rope(self, call: RopeCall) -> Angles:
         for known, angles in self.ropes:
             if known is call:
                 return angles

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ...attention.masks import layer_kinds
 from ..checks import Finding, Status
-from .layout import attention_of, decoder_of, differences, final_norm_of, layout_of
+from .layout import attention_of, decoder_of, differences, final_norm_of, layout_of, rotaries_of
 
 #: Fields of targets whose layers need more than a hidden state, each with what they need.
 _BESIDE_HIDDEN = {
@@ -56,13 +56,14 @@ def takes_mask_rows(drafter: Any, target: PreTrainedModel) -> Iterator[Finding]:
     try:
         (decoder, layers), kinds = decoder_of(target), layer_kinds(text)
         final_norm_of(decoder)
+        rotaries_of(decoder)
         attentions = {layer: attention_of(layers[layer]) for layer in config.target_layer_ids}
     except ValueError as error:
         yield Finding(
             rule,
             Status.wrong,
             str(error),
-            "mask rows need layers of attention",
+            "mask rows need layers of attention with rotary positions",
             "Use a DFlash drafter for this target.",
         )
         return
