@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -11,7 +12,10 @@ from ...configuration import TreeSpecConfig
 from ...transfer import to_device
 from ...trees import DraftLattice
 from ..base import DraftSession, DraftState
-from .modeling_dflash import DFlashDrafter, block_mask, grouped_attention
+from .block_attention import block_mask, grouped_attention
+
+if TYPE_CHECKING:
+    from .modeling_dflash import DFlashDrafter
 
 _SMALLEST_CAPACITY = 64
 

@@ -30,6 +30,7 @@ from .configuration_dflash2 import DFlash2Config
 from .convert_dflash2 import is_published
 from .convolution import DynamicConvolution
 from .selector import CandidateSelector
+from .session import DFlash2Session
 
 _PARTS = ("layers.", "fc.", "hidden_norm.", "norm.", "candidate_selector.")
 
@@ -128,8 +129,6 @@ class DFlash2Drafter(DFlashDrafter):
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
         """Opens a session for one `generate` call; see `DFlash2Session`."""
-        from .session import DFlash2Session
-
         return DFlash2Session(self, target, batch_size, max_length)
 
     def _init_weights(self, module: torch.nn.Module) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from transformers import PreTrainedModel
 
 from ...trees import DraftLattice
 from ..base import DraftState
 from ..dflash import DFlashSession
-from .modeling_dflash2 import DFlash2Drafter
+
+if TYPE_CHECKING:
+    from .modeling_dflash2 import DFlash2Drafter
 
 
 class DFlash2Session(DFlashSession):

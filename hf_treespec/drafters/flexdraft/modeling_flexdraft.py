@@ -20,6 +20,7 @@ from .convert_flexdraft import UNUSED_TENSORS, is_released
 from .layout import AttentionLayout, attention_of, decoder_of, layout_of, projections_of
 from .options import FlexDraftOptions
 from .rules import same_projections, same_shape, shows_no_rows, takes_mask_rows
+from .session import FlexDraftSession
 
 #: Embeddings of so many tokens at a time are averaged for a fresh mask embedding.
 _CHUNK = 8192
@@ -179,8 +180,6 @@ class FlexDraftDrafter(LoudLoading, BlockDrafter):
 
     def start(self, target: PreTrainedModel, batch_size: int, max_length: int) -> Any:
         """Opens a session for one `generate` call; see `FlexDraftSession`."""
-        from .session import FlexDraftSession
-
         return FlexDraftSession(self, target, batch_size, max_length)
 
     def _init_weights(self, module: nn.Module) -> None:

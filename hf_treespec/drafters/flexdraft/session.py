@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -20,9 +21,11 @@ from ..base import DraftSession, DraftState, ExtraRows, TargetModules
 from .attention_tuning import AttentionTuning
 from .layout import decoder_of, final_norm_of
 from .mask_rows import MaskRows
-from .modeling_flexdraft import FlexDraftDrafter
 from .modes import Mode, ModeCosts, costs_of
 from .options import FlexDraftOptions
+
+if TYPE_CHECKING:
+    from .modeling_flexdraft import FlexDraftDrafter
 
 
 class FlexDraftSession(DraftSession):

@@ -15,6 +15,7 @@ from ..loading import is_loading
 from ..rotary import DraftRotaryEmbedding
 from .approximation import ARApproximation
 from .configuration_treeflash import TreeFlashConfig
+from .session import TreeFlashSession
 
 _OF_A_FILE = ("model_type", "architectures", "transformers_version", "_name_or_path")
 
@@ -127,6 +128,4 @@ class TreeFlashDrafter(DFlashDrafter):
         """Opens a session for one `generate` call: a `TreeFlashSession`, or DFlash's where there is no head."""
         if self.ar_approximation is None:
             return super().start(target, batch_size, max_length)
-        from .session import TreeFlashSession
-
         return TreeFlashSession(self, target, batch_size, max_length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -11,9 +12,11 @@ from ...trees import DraftLattice
 from ..base import DraftState
 from ..dflash import DFlashSession
 from .approximation import ApproximationLogitsProcessor, ARApproximation
-from .modeling_treeflash import TreeFlashDrafter
 from .scoring import score_candidates, score_vocabulary, tempered
 from .slots import child_slots, rows_of_parents, rows_to_slots
+
+if TYPE_CHECKING:
+    from .modeling_treeflash import TreeFlashDrafter
 
 #: Largest vocabulary whose logits `head="auto"` computes for every parent.
 _SMALL_VOCABULARY = 512
