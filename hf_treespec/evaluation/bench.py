@@ -13,6 +13,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafters.base import BlockDrafter
+from .arms import tree_nodes
 from .benchmark import Benchmark, Settings
 from .prompt_sets import load_prompt_set
 from .results import append_csv, as_json, check_csv, identical, section_table
@@ -103,12 +104,12 @@ def run_bench(
 
 
 def nodes_histories(benchmark: Benchmark) -> dict[str, list[int]]:
-    """Rows verified in each round of the first request, for the arms whose reports keep them."""
+    """Rows verified in each round of the first request, for the arms that choose how many and report it."""
     samples = next((section.samples for section in benchmark.datasets if section.samples), [])
     histories: dict[str, list[int]] = {}
     for name, result in samples[0].arms.items() if samples else ():
         history = getattr(result.reports[0], "nodes_history", None) if result.reports else None
-        if history:
+        if history and tree_nodes(name) is None:
             histories[name] = list(history)
     return histories
 

@@ -60,10 +60,12 @@ def write_plots(
         if measured:
             figures[f"latency-{key}"] = plot_latency(measured, predicted_ms, title)
     curves: dict[str, list[tuple[int, float, float]]] = {}
-    for section in report["batches"]:
+    # One set of prompts, answered one by one, is what the batches are made of.
+    single = [(1, section) for section in report["datasets"]] if len(report["datasets"]) == 1 else []
+    for batch, section in [*single, *((section["batch"], section) for section in report["batches"])]:
         for row in section["arms"]:
             if row["tokens_per_second"] is not None:
-                point = (section["batch"], row["tokens_per_second"], row["request_seconds"])
+                point = (batch, row["tokens_per_second"], row["request_seconds"])
                 curves.setdefault(row["arm"], []).append(point)
     if any(len(points) > 1 for points in curves.values()):
         figures["batches"] = plot_batches(curves)

@@ -246,7 +246,7 @@ def test_batches_are_padded_on_the_left(pair: Pair):
 
 
 def test_histories_come_from_reports_that_keep_them(pair: Pair):
-    bench = build(pair, ["chain"])
+    bench = build(pair, ["chain", "tree-8"])
     bench.run()
     for result in bench.datasets[0].samples[0].arms.values():
         result.reports = [SimpleNamespace(nodes_history=[4, 8])] if result.reports else []
