@@ -136,5 +136,6 @@ def _legend(settings: Settings) -> str:
         "Speed-up is decode-only: time per token after the first, plain decoding's over the arm's, pooled over "
         f"prompts; medians of {settings.repeats} interleaved repeats, interval by a paired bootstrap over prompts. "
         "τ counts the tokens a drafted round commits, the target's own included; nodes are rows verified in it, the "
-        f"root included. {torch.get_num_threads()} CPU threads."
+        "root included. Auto over it: how much faster the arm that decides by itself is than this one, with a paired "
+        f"interval. {torch.get_num_threads()} CPU threads."
     )

@@ -16,7 +16,7 @@ from ..drafters.fingerprint import weights_fingerprint
 from . import environment
 from .arms import tree_nodes
 from .benchmark import Benchmark, Sample, Section
-from .bootstrap import paired_speedup
+from .bootstrap import Speedup, paired_speedup
 from .measurement import REPETITION_LIMIT, pool, tokens_per_second
 from .oracle import cross_fitted_budgets
 from .tables import fit_columns, hidden_columns_note
@@ -27,6 +27,8 @@ ARM_KEYS = (
     "speedup",
     "speedup_ci95",
     "end_to_end_speedup",
+    "auto_over",
+    "auto_over_ci95",
     "acceptance_length",
     "tau_untruncated",
     "tau_per_response",
@@ -42,6 +44,12 @@ ARM_KEYS = (
     "ms_per_round",
     "skipped",
 )
+
+#: Arms that decide by themselves. The first that was measured is held against every arm, prompt by prompt: what makes
+#: a prompt hard cancels, so that this interval is far narrower than those of two speed-ups.
+_DECIDING = ("auto", "flex-auto")
+#: Keys of a pair of numbers, which a CSV has two columns for.
+_INTERVALS = {"speedup_ci95": "speedup", "auto_over_ci95": "auto_over"}
 
 #: Columns of a table that stay, however narrow the console: speed-up, τ and tokens a second.
 _KEPT_COLUMNS = 3
@@ -115,27 +123,16 @@ def summarise_arm(section: Section, name: str, seed: int = 0) -> dict[str, Any]:
 
 def _measured(samples: list[Sample], arm_of: Callable[[Sample], str], seed: int) -> dict[str, Any]:
     results = [sample.arms[arm_of(sample)] for sample in samples]
-    plain = [sample.arms["plain"] for sample in samples]
-    prompts = list(dict.fromkeys(sample.prompt for sample in samples))
 
-    def by_prompt(values: list[float]) -> list[float]:
-        sums = dict.fromkeys(prompts, 0.0)
-        for sample, value in zip(samples, values, strict=True):
-            sums[sample.prompt] += value
-        return list(sums.values())
+    def over(reference: str, time: str, tokens: str) -> Speedup:
+        """How much faster the arm is than another one."""
+        others = [sample.arms[reference] for sample in samples]
+        columns = [[getattr(result, field) for result in arm] for arm in (others, results) for field in (time, tokens)]
+        return paired_speedup(*(_by_prompt(samples, column) for column in columns), seed=seed)
 
-    decode, whole = (
-        paired_speedup(*(by_prompt([getattr(result, field) for result in arm]) for arm, field in columns), seed=seed)
-        for columns in (
-            (
-                (plain, "decode_seconds"),
-                (plain, "decode_tokens"),
-                (results, "decode_seconds"),
-                (results, "decode_tokens"),
-            ),
-            ((plain, "seconds"), (plain, "new_tokens"), (results, "seconds"), (results, "new_tokens")),
-        )
-    )
+    decode, whole = over("plain", "decode_seconds", "decode_tokens"), over("plain", "seconds", "new_tokens")
+    reference = next((name for name in _DECIDING if name in samples[0].arms), None)
+    behind = over(reference, "decode_seconds", "decode_tokens").inverse() if reference else Speedup(None, None)
     judged = [(sample, sample.differences[arm]) for sample in samples if (arm := arm_of(sample)) in sample.differences]
     differences = [difference for _, found in judged for difference in found]
     rows = sum(sample.rows for sample, _ in judged)
@@ -144,6 +141,8 @@ def _measured(samples: list[Sample], arm_of: Callable[[Sample], str], seed: int)
         "speedup": decode.value,
         "speedup_ci95": list(decode.interval) if decode.interval else None,
         "end_to_end_speedup": whole.value,
+        "auto_over": behind.value,
+        "auto_over_ci95": list(behind.interval) if behind.interval else None,
         "tokens_per_second": tokens_per_second(results),
         "request_seconds": statistics.median(result.seconds for result in results),
         "greedy_match": 1 - len(differences) / rows if judged else None,
@@ -152,6 +151,14 @@ def _measured(samples: list[Sample], arm_of: Callable[[Sample], str], seed: int)
         "peak_bytes": max(peaks, default=None),
         **_acceptance(samples, arm_of),
     }
+
+
+def _by_prompt(samples: Sequence[Sample], values: Sequence[float]) -> list[float]:
+    """Sums of what each sample has, over the samples of each prompt."""
+    sums = dict.fromkeys((sample.prompt for sample in samples), 0.0)
+    for sample, value in zip(samples, values, strict=True):
+        sums[sample.prompt] += value
+    return list(sums.values())
 
 
 def _acceptance(samples: list[Sample], arm_of: Callable[[Sample], str]) -> dict[str, Any]:
@@ -190,19 +197,26 @@ def _format(value: float | None, pattern: str) -> str:
     return "–" if value is None else pattern.format(value)
 
 
+def _interval(ends: Sequence[float] | None) -> str:
+    return "–" if ends is None else f"{ends[0]:.2f}–{ends[1]:.2f}"
+
+
 def _cells(row: Mapping[str, Any], on_gpu: bool) -> dict[str, str]:
     """What a table says of a measured arm: the columns, what matters most first."""
-    low, high = row["speedup_ci95"] or (None, None)
     match = _format(row["greedy_match"], "{:.0%}") + (f", {row['ties']} ties" if row["ties"] else "")
     peak = {"peak GB": _format(row["peak_bytes"] and row["peak_bytes"] / 1e9, "{:.1f}")} if on_gpu else {}
+    over = {}
+    if row["auto_over"] is not None:
+        over["auto over it"] = f"{row['auto_over']:.2f} ({_interval(row['auto_over_ci95'])})"
     return {
         "speed-up": _format(row["speedup"], "{:.2f}×"),
         "τ": _format(row["acceptance_length"], "{:.2f}"),
         "tok/s": _format(row["tokens_per_second"], "{:.0f}"),
         "identical": f"[bold red]{match}, {row['mismatches']} differ[/]" if row["mismatches"] else match,
-        "95 % interval": "–" if low is None else f"{low:.2f}–{high:.2f}",
+        "95 % interval": _interval(row["speedup_ci95"]),
         "nodes": _format(row["mean_nodes"], "{:.1f}"),
         **peak,
+        **over,
         "with prefill": _format(row["end_to_end_speedup"], "{:.2f}×"),
         "tok/forward": _format(row["tokens_per_forward"], "{:.2f}"),
     }
@@ -266,10 +280,8 @@ CSV_COLUMNS = (
     "prompts",
     "tokens",
     "arm",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    *(key for key in ARM_KEYS if key not in ("arm", "speedup", "speedup_ci95", "ms_per_round")),
+    *(key for key in ARM_KEYS if key not in ("arm", "ms_per_round", *_INTERVALS)),
+    *(f"{name}_{end}" for name in _INTERVALS.values() for end in ("low", "high")),
 )
 
 
@@ -297,5 +309,9 @@ def append_csv(report: Mapping[str, Any], path: Path) -> None:
         for section in (*report["datasets"], *report["batches"]):
             place = {"batch": 1, **{name: section[name] for name in section if name != "arms"}}
             for row in section["arms"]:
-                low, high = row["speedup_ci95"] or (None, None)
-                writer.writerow({**known, **place, **row, "speedup_low": low, "speedup_high": high})
+                ends = {
+                    f"{name}_{end}": value
+                    for key, name in _INTERVALS.items()
+                    for end, value in zip(("low", "high"), row[key] or (None, None), strict=True)
+                }
+                writer.writerow({**known, **place, **row, **ends})

@@ -59,6 +59,25 @@ def test_plain_is_one():
     assert row["ms_per_round"] == {}
 
 
+def test_arms_are_held_against_the_one_that_decides():
+    """Prompts of which one is ten times as hard, for both arms alike: the pairs say what the speed-ups cannot."""
+    found = section(
+        *(
+            sample(prompt, plain=arm(4.0), tree_8=arm(hard), auto=arm(0.8 * hard))
+            for prompt, hard in enumerate((1, 10))
+        )
+    )
+    row = summarise_arm(found, "tree-8")
+    assert row["auto_over"] == pytest.approx(1.25)
+    assert row["auto_over_ci95"] == pytest.approx([1.25, 1.25])
+    assert summarise_arm(found, "auto")["auto_over"] == 1.0
+    assert summarise_arm(found, "plain")["auto_over"] == pytest.approx(8 / 8.8)
+    console = Console(file=io.StringIO(), width=160, record=True)
+    part = {"prompts": 2, "requests": 2, "tokens": 22, "repeated_4grams": 0.0, "notes": []}
+    console.print(section_table(console, "made up", part | {"arms": [row]}))
+    assert "1.25 (1.25–1.25)" in console.export_text()
+
+
 def test_turns_are_summed_before_prompts_are_resampled():
     """Two turns of one prompt are one draw: there is nothing to resample."""
     turns = section(sample(0, plain=arm(4.0), chain=arm(1.0)), sample(0, plain=arm(2.0), chain=arm(1.0)))
@@ -163,6 +182,7 @@ def test_csv_appends(tmp_path: Path):
     assert (tree["dataset"], tree["batch"], tree["arm"], tree["target"]) == ("made up", "1", "tree-8", "t")
     assert float(tree["speedup"]) == pytest.approx(3.0)
     assert (float(tree["speedup_low"]), float(tree["speedup_high"])) == pytest.approx((2.0, 4.0))
+    assert (tree["auto_over"], tree["auto_over_low"]) == ("", "")
     assert rows[4]["batch"] == "4"
     assert rows[2]["skipped"] == "[not yet]"
 
