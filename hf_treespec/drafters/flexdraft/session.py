@@ -221,7 +221,9 @@ class FlexDraftSession(DraftSession):
         if room is not None and rows > room:
             rows = size = size - 1
         lengths = next(iter(layers.values())).rows.lengths
-        masks = self._masks(state, layers, size, rows)
+        paddings = self._paddings(state, lengths)
+        even = len(set(lengths)) == 1 and not any(paddings)
+        masks = self._masks(layers, size, rows, None if even else paddings)
         last = known.shape[-1] - 1
         ends = state.positions.new_full((self.batch_size,), last) if state.accepted is None else state.accepted
         known = known.expand(*known.shape[:-2], self.batch_size, -1)
@@ -229,7 +231,6 @@ class FlexDraftSession(DraftSession):
         positions = known.gather(-1, ends) + torch.arange(1, rows + 1, device=known.device)
         mask = next(iter(masks.values()))
         embeddings = self.drafter.mask_embedding.to(mask.device, self._dtype()).expand(self.batch_size, rows, -1)
-        even = len(set(lengths)) == 1 and not any(self._padding or [0])
         visible = {
             layer: even and kind.window is None for kind, layer in zip(tuning.kinds, tuning.layer_ids, strict=True)
         }
@@ -237,19 +238,33 @@ class FlexDraftSession(DraftSession):
         with scratch_forward(cache), armed(TreeAttention(rows, seen)):
             return tuning.draft(embeddings, positions, masks)[:, :size]
 
+    def _paddings(self, state: DraftState, lengths: Sequence[int]) -> list[int]:
+        """Columns of left padding in each row: at a call's first draft, what it holds beyond its positions."""
+        if self._padding is None:
+            counted = zip(lengths, state.positions.tolist(), strict=True)
+            self._padding = [max(0, length - position) for length, position in counted]
+        return self._padding
+
     def _masks(
-        self, state: DraftState, layers: dict[LayerKind, TreeLayer], size: int, rows: int
+        self, layers: dict[LayerKind, TreeLayer], size: int, rows: int, paddings: list[int] | None
     ) -> dict[LayerKind, torch.Tensor]:
-        """What a group of `size` rows sees in each kind of layer; rows beyond it see what it does, but not it."""
+        """What a group of `size` rows sees in each kind of layer; rows beyond it see what it does, but not it.
+
+        Args:
+            layers: A layer of each kind.
+            size: Rows of the group.
+            rows: Rows that pass the layers.
+            paddings: Columns of left padding in each row of the batch; None = none, and all rows are equally long.
+        """
         shared = next(iter(layers.values())).rows
         device = next(iter(layers.values())).keys.device
-        if self._padding is None:
-            counted = zip(shared.lengths, state.positions.tolist(), strict=True)
-            self._padding = [max(0, length - position) for length, position in counted]
+        if paddings is None and size == rows and all(kind.window is None for kind in layers):
+            shape = (self.batch_size, 1, rows, shared.longest + rows)
+            return dict.fromkeys(layers, torch.zeros(shape, dtype=self._dtype(), device=device))
         valid = None
-        if any(self._padding):
-            columns = torch.arange(max(self._padding), device=device)
-            valid = columns >= to_device(self._padding, device)[:, None]
+        if paddings is not None and any(paddings):
+            columns = torch.arange(max(paddings), device=device)
+            valid = columns >= to_device(paddings, device)[:, None]
         group = (torch.arange(rows, device=device) < size).expand(self.batch_size, -1)
         seen = group[:, :, None] == group[:, None, :]
         slots = torch.arange(rows, device=device).expand(self.batch_size, -1)
