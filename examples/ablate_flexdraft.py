@@ -1,18 +1,19 @@
-r"""What the parts of a FlexDraft drafter are worth on the embedded target: calibration, pruning, layers.
+r"""What the parts of a FlexDraft drafter are worth on the embedded target: calibration, pruning, layers, hooks.
 
     python examples/ablate_flexdraft.py --drafter embedded:flexdraft --held-out build/flexdraft/continuations_held_out
     python examples/ablate_flexdraft.py --work build/ablation --layers 2,4,6,8 \
         --continuations build/flexdraft/continuations_train --held-out build/flexdraft/continuations_held_out
 
 The first form compares a trained drafter's drafts with and without the calibration, paired over texts that the target
-wrote, and decodes their prompts with several thresholds. The second trains drafters of so many last layers alike and
-for a short time. Tables are printed; `--json` keeps the figures.
+wrote, decodes their prompts with several thresholds, and times rounds with hooks and without. The second trains
+drafters of so many last layers alike and for a short time. Figures are printed as JSON, which `--json` keeps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,37 @@ def calibration(drafter: FlexDraftDrafter, target: PreTrainedModel, sequences: t
     return found
 
 
+#: Ways to verify one chain of 8: with hooks that nothing uses, and with a group of rows behind its first node.
+HOOKS: dict[str, dict[str, Any]] = {
+    "plain rounds, hooks attached": {"budget": 1},
+    "rows alone": {"flex_mode": "sequential"},
+    "rows ride, joint": {"flex_mode": "parallel", "flex_variant": "joint", "flex_groups": 1},
+    "rows ride, twice": {"flex_mode": "parallel", "flex_variant": "twice", "flex_groups": 1},
+}
+
+
+def hooks(drafter: FlexDraftDrafter, target: PreTrainedModel, sequences: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Milliseconds of a verification and of the draft, medians over texts; plain rounds without any hooks beside them.
+
+    The ways take turns on every text.
+    """
+    other = embedded.load_drafter(family="dflash").with_options(budget=1)
+    views = {
+        name: drafter.with_options(**{"shape": "chain", "budget": 8, **options}) for name, options in HOOKS.items()
+    }
+    views["plain rounds, DFlash's hooks"] = other
+    spent: dict[str, list[dict[str, float]]] = {name: [] for name in views}
+    for sequence in sequences:
+        for name, view in views.items():
+            torch.manual_seed(SEED)
+            target.generate(sequence[None, :PROMPT_LENGTH], assistant_model=view, **SAMPLING)
+            spent[name].append(view.last_report.stage_ms)
+    return {
+        name: {stage: statistics.median(text[stage] for text in texts) for stage in ("verify", "propose")}
+        for name, texts in spent.items()
+    }
+
+
 def pruning(
     drafter: FlexDraftDrafter, target: PreTrainedModel, sequences: torch.Tensor, shape: str, budget: int
 ) -> dict[str, dict[str, float]]:
@@ -82,14 +114,7 @@ def pruning(
         for seed, sequence in enumerate(sequences):
             torch.manual_seed(seed)
             prompt = sequence[None, :PROMPT_LENGTH]
-            target.generate(
-                prompt,
-                assistant_model=view,
-                max_new_tokens=NEW_TOKENS,
-                do_sample=True,
-                temperature=TEMPERATURE,
-                top_k=0,
-            )
+            target.generate(prompt, assistant_model=view, **SAMPLING)
             reports.append(view.last_report)
         total = pool(reports)
         found[name] = {"rows": total.mean_rows, "nodes": total.mean_nodes, "tau": total.acceptance_length}
@@ -140,6 +165,7 @@ def main() -> None:
     if arguments.drafter:
         drafter = load_drafter(arguments.drafter, dtype=torch.float32)
         assert isinstance(drafter, FlexDraftDrafter)
+        found["hooks"] = hooks(drafter, target, sequences)
         found["calibration"] = calibration(drafter, target, sequences)
         for shape, budget in (("chain", 8), ("tree", 16)):
             found[f"pruning, {shape} of {budget}"] = pruning(drafter, target, sequences, shape, budget)
