@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=6, help="last layers of the target's 12 to draft in")
-    parser.add_argument("--steps", type=int, default=1400, help="steps of the attention")
+    parser.add_argument("--steps", type=int, default=3200, help="steps of the attention")
     parser.add_argument("--calibration-steps", type=int, default=800)
     parser.add_argument("--calibration-batch-size", type=int, default=8, help="texts a step of the calibration")
     parser.add_argument("--sequences", type=int, default=2176, help="texts to train on")

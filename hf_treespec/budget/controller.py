@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Nodes a probe verifies.
 _PROBE_NODES = 8
+#: Plain rounds of a pause that are learned from together: until the next probe nothing is decided.
+_PAUSED_PATIENCE = 16
 #: Rounds that the expectation after calibration weighs in the running rate.
 _RATE_PRIOR = 6.0
 #: Drafted rounds from one look at a size beside the best to the next, and how much rarer looks at known ones are: odd,
@@ -109,7 +111,9 @@ class BudgetController(BudgetPolicy):
         if self._calibration is not None or self.acceptance.unsettled:
             return 1
         pace = self._pace()
-        return 1 if pace.paused or pace.advantage.count < EVIDENCE else super().patience
+        if pace.paused:
+            return max(1, min(pace.left, _PAUSED_PATIENCE))
+        return 1 if pace.advantage.count < EVIDENCE else super().patience
 
     @property
     def rate(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from transformers import LogitsProcessorList
@@ -170,12 +171,14 @@ class Picker:
         """Whether nodes may be picked out of order."""
         return not self._do_sample or self._noise is not None
 
-    def pick(self, scores: torch.Tensor, step: int, rows: list[int] | None = None) -> torch.Tensor:
-        """Tokens for scores `[R, V]` of rows that all stand at one step, long `[R]`.
+    def pick(
+        self, scores: torch.Tensor, steps: int | Sequence[int], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Tokens for scores `[R, V]`, long `[R]`.
 
         Args:
             scores: Processed scores, float32 `[R, V]`.
-            step: Generation step of all of them.
+            steps: Generation step of all of them, or of each of `rows`.
             rows: Batch rows they belong to; None = the whole batch in order.
         """
         if not self._do_sample:
@@ -186,8 +189,17 @@ class Picker:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         if self._noise is None:
             return torch.multinomial(probabilities, num_samples=1).squeeze(1)
-        noise = self._noise.of(step, scores.shape[-1])
-        return (probabilities / (noise if rows is None else noise[rows])).argmax(dim=-1)
+        return (probabilities / self._noise_of(steps, rows, scores.shape[-1])).argmax(dim=-1)
+
+    def _noise_of(self, steps: int | Sequence[int], rows: Sequence[int] | None, vocab_size: int) -> torch.Tensor:
+        """Noise of rows at one step or at their own ones, float32 `[R, V]`."""
+        assert self._noise is not None
+        if isinstance(steps, int):
+            noise = self._noise.of(steps, vocab_size)
+            return noise if rows is None else noise[rows]
+        assert rows is not None
+        drawn = {step: self._noise.of(step, vocab_size) for step in sorted(set(steps))}
+        return torch.stack([drawn[step][row] for step, row in zip(steps, rows, strict=True)])
 
     def pick_nodes(
         self, scores: torch.Tensor, depths: torch.Tensor, first_steps: list[int], deepest: int

@@ -30,14 +30,12 @@ class Walk:
         self._picker = picker
         self._alone = row_wise(processors) and rows.stopping.rows_alone
         self.lockstep = rows.batch_size > 1 and (lockstep or not self._alone)
+        #: Whether what is picked at a node depends on nothing but its scores and its step.
+        self._by_scores = (
+            scores_only(processors) and picker.replays and not rows.stopping.reads_tokens and not self.lockstep
+        )
         self._at_once = (
-            scores_only(processors)
-            and picker.replays
-            and not rows.stopping.reads_tokens
-            and rows.scores is None
-            and rows.logits is None
-            and rows.sequences.device.type != "cpu"
-            and not self.lockstep
+            self._by_scores and rows.scores is None and rows.logits is None and rows.sequences.device.type != "cpu"
         )
 
     def __call__(
@@ -67,15 +65,15 @@ class Walk:
         while frontier:
             following: dict[int, int] = {}
             missing = False
-            for step, members in _by_step(rows, frontier).items():
-                tokens = self._pick(logits, frontier, members, step)
+            for members in [list(frontier)] if self._by_scores else _by_step(rows, frontier):
+                tokens = self._pick(logits, frontier, members)
                 for row in members:
                     paths[row].append(frontier[row])
                     if rows.hidden is not None and hidden is not None:
                         node = frontier[row]
                         # Copies: a view would keep every node's hidden states alive.
                         rows.hidden[row].append(tuple(h[row : row + 1, node : node + 1].clone() for h in hidden))
-                done = rows.append(members, tokens, everyone=not self._alone)
+                done = self._append(members, tokens)
                 for row, token, finished in zip(members, tokens, done, strict=True):
                     if not finished:
                         child = children[row].get((frontier[row], token))
@@ -86,8 +84,18 @@ class Walk:
             frontier = {} if self.lockstep and missing else following
         return paths
 
-    def _pick(self, logits: torch.Tensor, nodes: dict[int, int], members: list[int], step: int) -> list[int]:
+    def _append(self, members: list[int], tokens: list[int]) -> list[bool]:
+        """Gives each member its token and says which of them generate no further."""
         rows = self._rows
+        if not self._by_scores:
+            return rows.append(members, tokens, everyone=not self._alone)
+        # Rows may stand at different steps.
+        return [rows.append([row], [token], everyone=False)[0] for row, token in zip(members, tokens, strict=True)]
+
+    def _pick(self, logits: torch.Tensor, nodes: dict[int, int], members: list[int]) -> list[int]:
+        """The token of each member at its node; members are at one step unless nothing but scores counts."""
+        rows = self._rows
+        steps = [len(rows.tokens[row]) for row in members]
         device = rows.sequences.device
         if rows.batch_size == 1:
             chosen, raw = None, logits[:, nodes[0]]
@@ -98,8 +106,8 @@ class Walk:
             chosen, raw = None, logits[list(range(rows.batch_size)), every]
         raw = raw.to(device=device, dtype=torch.float32, copy=True)
         processors = self._processors if chosen is None else for_rows(self._processors, chosen)
-        scores = processors(rows.ids(chosen, step), raw)
-        picked = self._picker.pick(scores, step, chosen).tolist()
+        scores = processors(rows.sequences[:1, :1] if self._by_scores else rows.ids(chosen, steps[0]), raw)
+        picked = self._picker.pick(scores, steps if len(set(steps)) > 1 else steps[0], chosen).tolist()
         if chosen is None and rows.batch_size > 1:
             picked = [picked[row] for row in members]
         for index, row in enumerate(members):
@@ -140,8 +148,9 @@ class Walk:
         return paths
 
 
-def _by_step(rows: Rows, frontier: dict[int, int]) -> dict[int, list[int]]:
+def _by_step(rows: Rows, frontier: dict[int, int]) -> list[list[int]]:
+    """The rows under way, those at one step together, the earliest step first."""
     steps: dict[int, list[int]] = {}
     for row in frontier:
         steps.setdefault(len(rows.tokens[row]), []).append(row)
-    return dict(sorted(steps.items()))
+    return [steps[step] for step in sorted(steps)]
