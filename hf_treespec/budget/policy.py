@@ -29,6 +29,7 @@ class RoundRecord:
         promised: Σρ of the verified nodes by depth over live rows, the roots first.
         accepted: Walks that reached each depth, as long.
         split: Whether attention was split.
+        trial: Whether the drafter tried a way of drafting that it may not go on with, which durations are then of.
     """
 
     nodes: int
@@ -44,6 +45,7 @@ class RoundRecord:
     promised: list[float]
     accepted: list[int]
     split: bool = False
+    trial: bool = False
 
     @property
     def total_ms(self) -> float:

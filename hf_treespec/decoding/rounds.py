@@ -74,6 +74,7 @@ class _Outcome:
     cut: list[bool]
     promised: tuple[torch.Tensor, torch.Tensor] | None
     split: bool
+    trial: bool
 
     def record(self, times: RoundTimes, batch_size: int) -> RoundRecord:
         draft_ms = times.stages.get("propose", 0.0) + times.stages.get("expand", 0.0)
@@ -101,6 +102,7 @@ class _Outcome:
             promised=promised,
             accepted=[sum(taken > depth for taken in steps) for depth in range(len(promised))],
             split=self.split,
+            trial=self.trial,
         )
 
 
@@ -284,7 +286,7 @@ class TreeDecoding:
             if tree is None:
                 tree = DraftTree.root(self._anchors())
             extra = self.session.extra_rows(tree) if drafted else None
-            riding = self.session.riding_rows
+            riding, trial = self.session.riding_rows, drafted and self.session.is_trial
             with self.clock.stage("verify"):
                 logits, hidden = self.verifier(tree, self._steps(), extra, self.policy.split)
             with self.clock.stage("walk"):
@@ -295,7 +297,18 @@ class TreeDecoding:
         cut = [self.rows.stopped(row) for row in live]
         self.report.record(paths, len(tree), live, cut, drafted, self._why, riding)
         self._outcomes.append(
-            _Outcome(len(tree), drafted, live, leads, context, paths, cut, self._promised, bool(self.policy.split))
+            _Outcome(
+                nodes=len(tree),
+                drafted=drafted,
+                live=live,
+                leads=leads,
+                context=context,
+                paths=paths,
+                cut=cut,
+                promised=self._promised,
+                split=bool(self.policy.split),
+                trial=trial,
+            )
         )
         self._learn()
 

@@ -215,6 +215,11 @@ class DraftSession(ABC):
     def observe(self, state: DraftState) -> None:
         """Takes the new features into the context without drafting (plain rounds, the end of a call)."""
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether the round under way tries a way of drafting that the session may not go on with."""
+        return False
+
     def extra_rows(self, tree: DraftTree) -> ExtraRows | None:
         """Rows that ride in the verification forward of `tree`; None for drafters that have none.
 

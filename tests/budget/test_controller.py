@@ -195,6 +195,30 @@ def test_a_poor_drafter_costs_little_and_the_reason_is_told(name: str, seed: int
     assert simulate(warm, machine, POOR, tokens=256, seed=seed + 9).rate() >= 0.95 * plain
 
 
+def test_trials_of_another_way_to_draft_teach_nothing_of_the_machine() -> None:
+    controller = BudgetController(LatencyModel(DENSE))
+    long_run(controller, Machine(cpu, 4.0), HONEST, rounds=100)
+    before, accepted = controller.profile(), controller.acceptance.factors()
+    scores = torch.from_numpy(HONEST.scores[:1, :16])
+    for trial in (True, False):
+        nodes = controller.choose(scores, torch.from_numpy(HONEST.depths[:1, :16]))
+        times = {"draft_ms": 90.0, "verify_ms": 400.0, "other_ms": 9.0}
+        tree = {"nodes": nodes, "drafted": True, "batch": 1, "live": 1, "context": CONTEXT, "tokens": 2, "progress": 2}
+        controller.record(RoundRecord(**tree, **times, promised=[1.0, 0.5], accepted=[1, 1], trial=trial))
+        assert (controller.profile() == before) == trial
+    assert controller.acceptance.factors() != accepted
+
+
+def test_a_pause_is_learned_from_many_rounds_at_a_time_but_never_past_a_probe() -> None:
+    controller = BudgetController(LatencyModel(DENSE))
+    long_run(controller, Machine(cpu, 4.0), POOR, rounds=400)
+    pace = controller._pace()
+    assert pace.paused
+    for left in (0, 1, 5, 100):
+        pace.left = left
+        assert controller.patience == min(max(left, 1), 16)
+
+
 def test_probes_grow_rare() -> None:
     controller = BudgetController(LatencyModel(DENSE))
     run = long_run(controller, Machine(cpu, 20.0), POOR, rounds=900)

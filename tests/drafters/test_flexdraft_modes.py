@@ -36,6 +36,16 @@ def test_a_round_that_was_held_up_does_not_turn_the_choice() -> None:
     assert Counter(modes)["parallel"] >= 90
 
 
+def test_a_mode_is_preferred_once_both_are_known() -> None:
+    costs = ModeCosts("parallel")
+    preferred = []
+    for _ in range(30):
+        mode = costs.choose()
+        preferred.append(costs.prefers(mode))
+        costs.record(mode, 1.0 if mode == "sequential" else 2.0)
+    assert preferred == [False] * 6 + [True] * 17 + [False] + [True] * 6
+
+
 def test_the_choice_follows_a_machine_that_changes() -> None:
     costs = ModeCosts("parallel")
     chosen(costs, 60, lambda mode, turn: 1.0 if mode == "parallel" else 2.0)

@@ -46,6 +46,10 @@ class ModeCosts:
                 return mode
         return other if self._rounds % _INTERVAL == 0 else self.best
 
+    def prefers(self, mode: Mode) -> bool:
+        """Whether a mode is known to be the cheaper one."""
+        return mode == self.best and all(len(times) >= _FIRST for times in self._times.values())
+
     def record(self, mode: Mode, seconds: float) -> None:
         """Learns what a round in a mode took, from the start of its verification to the start of the next one."""
         self._times[mode].append(seconds)

@@ -85,6 +85,10 @@ class FlexDraftSession(DraftSession):
         return 0 if self._tuning is None else self._tuning.boarded
 
     @property
+    def is_trial(self) -> bool:
+        return self._costs is not None and self._round is not None and not self._costs.prefers(self._round[0])
+
+    @property
     def lengths(self) -> list[int]:
         return list(self._held)
 
