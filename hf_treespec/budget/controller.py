@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 _PROBE_NODES = 8
 #: Plain rounds of a pause that are learned from together: until the next probe nothing is decided.
 _PAUSED_PATIENCE = 16
-#: One in so many of them tells how fast the machine is.
-_PAUSED_LOOK = 4
 #: Rounds that the expectation after calibration weighs in the running rate.
 _RATE_PRIOR = 6.0
 #: Drafted rounds from one look at a size beside the best to the next, and how much rarer looks at known ones are: odd,
@@ -198,8 +196,7 @@ class BudgetController(BudgetPolicy):
             self.acceptance.record(record.promised, record.accepted)
             return
         if self._calibration is None:
-            if self._informs(record):
-                self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.split)
+            self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.split)
             record = record.at(1 / self.latency.slowdown)
         pace = self._pace()
         tokens = record.progress
@@ -226,11 +223,6 @@ class BudgetController(BudgetPolicy):
                 if pace.paused:
                     pace.verdict = self._verdict(plain)
         self._context = record.context + round(record.tokens / max(record.live, 1))
-
-    def _informs(self, record: RoundRecord) -> bool:
-        """Whether a round says anything of the machine that its neighbours do not: those of a pause are all alike."""
-        pace = self._pace()
-        return record.drafted or not pace.paused or pace.left % _PAUSED_LOOK == 0
 
     def profile(self) -> dict[str, Any]:
         """What a later process starts from, as JSON holds it: nothing that the drafter's weights decide."""
