@@ -157,8 +157,8 @@ def walk_wrongly(monkeypatch: pytest.MonkeyPatch, choose: Choice) -> None:
         self.tree = tree
         return call(self, tree, *args, **kwargs)
 
-    def overrule(self: Any, logits: torch.Tensor, nodes: dict[int, int], members: list[int], step: int) -> list[int]:
-        picked = pick(self, logits, nodes, members, step)
+    def overrule(self: Any, logits: torch.Tensor, nodes: dict[int, int], members: list[int]) -> list[int]:
+        picked = pick(self, logits, nodes, members)
         if not hasattr(self, "tree"):
             return picked
         for index, row in enumerate(members):
