@@ -21,13 +21,6 @@ class Speedup(NamedTuple):
     value: float | None
     interval: tuple[float, float] | None
 
-    def inverse(self) -> Speedup:
-        """The other way's over this one's."""
-        if self.value is None or self.interval is None:
-            return Speedup(self.value and 1 / self.value, None)
-        low, high = self.interval
-        return Speedup(1 / self.value, (1 / high, 1 / low))
-
 
 def paired_speedup(
     plain_seconds: ArrayLike,

@@ -17,7 +17,7 @@ from . import environment
 from .arms import tree_nodes
 from .benchmark import Benchmark, Sample, Section
 from .bootstrap import Speedup, paired_speedup
-from .measurement import REPETITION_LIMIT, pool, tokens_per_second
+from .measurement import REPETITION_LIMIT, ArmResult, pool, tokens_per_second
 from .oracle import cross_fitted_budgets
 from .tables import fit_columns, hidden_columns_note
 
@@ -124,15 +124,17 @@ def summarise_arm(section: Section, name: str, seed: int = 0) -> dict[str, Any]:
 def _measured(samples: list[Sample], arm_of: Callable[[Sample], str], seed: int) -> dict[str, Any]:
     results = [sample.arms[arm_of(sample)] for sample in samples]
 
-    def over(reference: str, time: str, tokens: str) -> Speedup:
-        """How much faster the arm is than another one."""
-        others = [sample.arms[reference] for sample in samples]
-        columns = [[getattr(result, field) for result in arm] for arm in (others, results) for field in (time, tokens)]
+    def of(name: str) -> list[ArmResult]:
+        return [sample.arms[name] for sample in samples]
+
+    def faster(arm: list[ArmResult], than: list[ArmResult], time: str, tokens: str) -> Speedup:
+        columns = [[getattr(result, field) for result in side] for side in (than, arm) for field in (time, tokens)]
         return paired_speedup(*(_by_prompt(samples, column) for column in columns), seed=seed)
 
-    decode, whole = over("plain", "decode_seconds", "decode_tokens"), over("plain", "seconds", "new_tokens")
-    reference = next((name for name in _DECIDING if name in samples[0].arms), None)
-    behind = over(reference, "decode_seconds", "decode_tokens").inverse() if reference else Speedup(None, None)
+    decoding = ("decode_seconds", "decode_tokens")
+    decode, whole = faster(results, of("plain"), *decoding), faster(results, of("plain"), "seconds", "new_tokens")
+    deciding = next((name for name in _DECIDING if name in samples[0].arms), None)
+    ahead = faster(of(deciding), results, *decoding) if deciding else Speedup(None, None)
     judged = [(sample, sample.differences[arm]) for sample in samples if (arm := arm_of(sample)) in sample.differences]
     differences = [difference for _, found in judged for difference in found]
     rows = sum(sample.rows for sample, _ in judged)
@@ -141,8 +143,8 @@ def _measured(samples: list[Sample], arm_of: Callable[[Sample], str], seed: int)
         "speedup": decode.value,
         "speedup_ci95": list(decode.interval) if decode.interval else None,
         "end_to_end_speedup": whole.value,
-        "auto_over": behind.value,
-        "auto_over_ci95": list(behind.interval) if behind.interval else None,
+        "auto_over": ahead.value,
+        "auto_over_ci95": list(ahead.interval) if ahead.interval else None,
         "tokens_per_second": tokens_per_second(results),
         "request_seconds": statistics.median(result.seconds for result in results),
         "greedy_match": 1 - len(differences) / rows if judged else None,
