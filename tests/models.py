@@ -204,9 +204,13 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def hook_count(model: PreTrainedModel) -> int:
-    """Hooks of every kind registered on any module of a target."""
+    """Hooks of every kind registered on any module of a target, but for those of transformers itself.
+
+    A model that was once asked for hidden states or attentions keeps the hooks that capture them.
+    """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+    hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
+    return sum(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
 
 
 transformers.logging.set_verbosity_error()
