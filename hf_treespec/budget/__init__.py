@@ -4,6 +4,7 @@ from .acceptance import CalibratedAcceptance, ReliabilityBin
 from .bastion import BastionPolicy
 from .calibration import Calibration
 from .controller import BudgetController, best_prefix, best_rate
+from .corrections import ForwardKind
 from .latency import LatencyModel, LatencyPoint
 from .policy import BudgetPolicy, FixedBudget, RoundRecord
 from .profiles import ProfileKey, ProfileStore
@@ -18,6 +19,7 @@ __all__ = [
     "Calibration",
     "DevicePeak",
     "FixedBudget",
+    "ForwardKind",
     "LatencyModel",
     "LatencyPoint",
     "ProfileKey",

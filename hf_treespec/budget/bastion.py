@@ -42,13 +42,17 @@ class BastionPolicy(BudgetPolicy):
         return self._calibration is None or self._calibration.size != 1
 
     def choose(
-        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+        self,
+        scores: torch.Tensor,
+        depths: torch.Tensor | None = None,
+        leads: Sequence[int] | None = None,
+        riding: bool = False,
     ) -> int:
         nodes = min(scores.shape[1], self.limit)
         if self._calibration is not None:
             return min(self._calibration.size or 1, nodes)
         gains = scores[:, :nodes].detach().sum(0, dtype=torch.float64).tolist()
-        verify_ms = self.latency.curve(nodes, self._context, self._batch).tolist()
+        verify_ms = self.latency.curve(nodes, self._context, self._batch, riding=riding).tolist()
         beside = statistics.fmean(self._profiled) if self._profiled else 0.0
         chosen, surrogate = 1, gains[0]
         while chosen < nodes:
@@ -65,7 +69,7 @@ class BastionPolicy(BudgetPolicy):
             self._profiled.append(record.draft_ms + record.other_ms)
         if self._calibration is not None:
             self._calibration.record(
-                LatencyPoint(record.nodes, record.context, record.batch, record.verify_ms, record.split)
+                LatencyPoint(record.nodes, record.context, record.batch, record.verify_ms, record.kind)
             )
             if self._calibration.size is None:
                 self.latency.fit(self._calibration.points)

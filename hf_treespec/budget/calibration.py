@@ -52,7 +52,7 @@ class Calibration:
         """
         # A tree may have had fewer nodes than asked for: what was measured counts, the size is done.
         done = self._queue.pop(0)
-        kept = [p for p in self.points if (p.rows, p.batch, p.split) == (point.rows, point.batch, point.split)]
+        kept = [p for p in self.points if (p.rows, p.batch, p.kind) == (point.rows, point.batch, point.kind)]
         if kept:
             self.points.remove(kept[0])
             point = min(point, kept[0], key=lambda p: p.ms)
@@ -61,7 +61,7 @@ class Calibration:
             self._leave_out(surrogate)
 
     def _leave_out(self, surrogate: Sequence[float]) -> None:
-        plain = min((point.ms for point in self.points if point.rows == 1), default=0.0)
+        plain = min((point.ms for point in self.points if point.rows == 1 and not point.kind.riding), default=0.0)
         if not plain:
             return
 

@@ -25,6 +25,7 @@ import torch
 
 from .acceptance import CalibratedAcceptance
 from .calibration import Calibration
+from .corrections import ForwardKind
 from .latency import LatencyModel, LatencyPoint
 from .pace import EVIDENCE, Pace
 from .policy import BudgetPolicy, RoundRecord
@@ -95,6 +96,7 @@ class BudgetController(BudgetPolicy):
         self._calibration = None if self.latency.fitted else Calibration(largest, splits)
         self._paces: dict[int, Pace] = {}
         self._batch, self._context, self._turn = 1, 0, 0
+        self._riding = False  # whether drafted rounds have riding rows now
         self._recent: deque[int] = deque(maxlen=8)
         self._seen: list[_Promises] = []  # the trees of the calibration
         # What was expected of every drafted round not recorded yet; None while calibrating.
@@ -149,9 +151,13 @@ class BudgetController(BudgetPolicy):
         return min(self.limit, max(_LEAST_EXPANDED, 3 * max(self._recent) // 2))
 
     def choose(
-        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+        self,
+        scores: torch.Tensor,
+        depths: torch.Tensor | None = None,
+        leads: Sequence[int] | None = None,
+        riding: bool = False,
     ) -> int:
-        nodes = min(scores.shape[1], self.limit)
+        nodes, self._riding = min(scores.shape[1], self.limit), riding
         promises: _Promises = (scores.tolist(), None if depths is None else depths.tolist(), leads)
         if self._calibration is not None:
             self.split = self._calibration.split
@@ -161,11 +167,11 @@ class BudgetController(BudgetPolicy):
         pace = self._pace()
         promised = self._surrogate(*promises)[:nodes]
         surrogate = promised if len(promises[0]) == 1 else [1 + pace.lag * (tokens - 1) for tokens in promised]
-        verify_ms = self.latency.steady_curve(nodes, self._context, self._batch).tolist()
-        rate = pace.rate_over(verify_ms[0] + pace.plain_other)
+        verify_ms = self._steady_ms(nodes)
+        rate = pace.rate_over(self._plain_ms(pace))
         chosen = best_prefix(surrogate, verify_ms, rate)
         if len(self._splits) > 1:
-            self.split = self.latency.best_split(chosen, self._context, self._batch)
+            self.split = self.latency.best_split(chosen, self._context, self._batch, riding)
         value = surrogate[chosen - 1] - rate * verify_ms[chosen - 1]
         if pace.paused:
             # Not what seems best but enough to learn from: what is known of a drafter at rest may be old or bad luck.
@@ -184,7 +190,7 @@ class BudgetController(BudgetPolicy):
         power = 1 << (chosen - 1).bit_length()  # the least power of 2 from `chosen` on
         beside = (power if power > chosen else 2 * power, max(power // 2, 2))[self._turn // _LOOK_AROUND % 2]
         often = self._turn % (_RARER * _LOOK_AROUND) == 0
-        if beside > nodes or (self.latency.known(beside, self._batch, self.split) and not often):
+        if beside > nodes or (self.latency.known(beside, self._batch, self.split, self._riding) and not often):
             return chosen
         self.reason = "looking around"
         return beside
@@ -196,7 +202,7 @@ class BudgetController(BudgetPolicy):
             self.acceptance.record(record.promised, record.accepted)
             return
         if self._calibration is None:
-            self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.split)
+            self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.kind)
             record = record.at(1 / self.latency.slowdown)
         pace = self._pace()
         tokens = record.progress
@@ -208,9 +214,10 @@ class BudgetController(BudgetPolicy):
         if self._calibration is not None:
             self._calibrate(record)
         else:
-            curve = self.latency.steady_curve(record.nodes, record.context, record.batch, record.split)
-            plain = float(curve[0]) + pace.plain_other
-            usual = pace.fixed_ms + float(curve[-1]) if record.drafted else plain
+            plain = usual = self._plain_ms(pace)
+            if record.drafted:
+                curve = self.latency.steady_curve(record.nodes, record.context, record.batch, *record.kind)
+                usual = pace.fixed_ms + float(curve[-1])
             pace.count(tokens, min(record.total_ms, _RATE_CLIP * usual))
             if not record.drafted:
                 pace.left = max(pace.left - 1, 0)
@@ -239,10 +246,9 @@ class BudgetController(BudgetPolicy):
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = {"policy": "auto", "tokens_per_ms": self.rate, "calibrating": self.calibrating}
         if self.latency.fitted:
-            curve = self.latency.curve(self.limit, self._context, self._batch)
-            pace = self._pace()
+            curve, pace = self.verify_ms(self._context, self._batch), self._pace()
             summary |= {
-                "verify_ms": {str(nodes): float(curve[nodes - 1]) for nodes in _powers(self.limit)},
+                "verify_ms": {str(nodes): curve[nodes - 1] for nodes in _powers(self.limit)},
                 "draft_ms": pace.draft_ms * self.latency.slowdown,
                 "other_ms": pace.other.value * self.latency.slowdown,
             }
@@ -286,6 +292,15 @@ class BudgetController(BudgetPolicy):
             return fresh
         return stored
 
+    def kind_of(self, nodes: int) -> ForwardKind:
+        """The kind of forward that verifies so many nodes, as rounds are drafted now."""
+        return ForwardKind(self._splits[0], self._riding and nodes > 1)
+
+    def verify_ms(self, context: int, batch: int = 1) -> list[float]:
+        """Milliseconds of a plain round's forward, then of verifying 2 … `limit` nodes as rounds are drafted now."""
+        plain = self.latency.predict(1, context, batch)
+        return [plain, *self.latency.curve(self.limit, context, batch, riding=self._riding)[1:].tolist()]
+
     def _pace(self) -> Pace:
         """The pace of this batch size; a new one takes over the times of the nearest."""
         pace = self._paces.get(self._batch)
@@ -298,18 +313,26 @@ class BudgetController(BudgetPolicy):
             self._expect(pace)
         return pace
 
+    def _plain_ms(self, pace: Pace) -> float:
+        """Steady milliseconds of a plain round."""
+        return float(self.latency.steady_curve(1, self._context, self._batch)[0]) + pace.plain_other
+
+    def _steady_ms(self, nodes: int) -> list[float]:
+        """Steady milliseconds of verifying 1 … `nodes` nodes, as rounds are drafted now."""
+        return self.latency.steady_curve(nodes, self._context, self._batch, riding=self._riding).tolist()
+
     def _expect(self, pace: Pace) -> None:
         """The rate to start from: plain decoding's, or better by what the calibration's trees promise."""
-        plain = float(self.latency.steady_curve(1, self._context, self._batch)[0]) + pace.plain_other
+        plain = self._plain_ms(pace)
         rate = 1 / plain
         surrogate = self._mean_surrogate()
         if len(surrogate):
-            verify_ms = self.latency.steady_curve(len(surrogate), self._context, self._batch).tolist()
+            verify_ms = self._steady_ms(len(surrogate))
             rate = max(rate, best_rate(surrogate, verify_ms, pace.fixed_ms))
         pace.tokens, pace.ms = _RATE_PRIOR, _RATE_PRIOR / rate
         for seen in self._seen:
             surrogate = self._surrogate(*seen)
-            verify_ms = self.latency.steady_curve(len(surrogate), self._context, self._batch).tolist()
+            verify_ms = self._steady_ms(len(surrogate))
             value = max(tokens - rate * ms for tokens, ms in zip(surrogate, verify_ms, strict=True))
             pace.advantage.add(value - rate * pace.fixed_ms - (1 - rate * plain))
 
@@ -317,7 +340,7 @@ class BudgetController(BudgetPolicy):
         calibration = self._calibration
         assert calibration is not None
         calibration.record(
-            LatencyPoint(record.nodes, record.context, record.batch, record.verify_ms, record.split),
+            LatencyPoint(record.nodes, record.context, record.batch, record.verify_ms, record.kind),
             self._mean_surrogate(),
         )
         if calibration.size is None:

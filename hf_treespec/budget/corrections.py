@@ -1,6 +1,6 @@
 """What a roofline does not say of a forward, learned from forwards: a Kalman filter over sizes and time.
 
-`log T = log roofline + s·x + r_k(N·b) + d`. The residual `r_k` of a kind of attention k holds the steps of real
+`log T = log roofline + s·x + r_k(N·b) + d`. The residual `r_k` of a kind k of forwards holds the steps of real
 kernels: a Wiener process over log₂ N·b, kept at knots and linear between. With x the roofline's log of how much longer
 a forward takes than at the context it was fitted at, `s` is what has to be added for what really is so: attention
 reaches another share of the device's peak than the layers around it. The drift `d`, a random walk, is the machine that
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,21 @@ _SHARED = 2
 _KNOWN = 0.06
 
 
+class ForwardKind(NamedTuple):
+    """What sets forwards of the same size apart.
+
+    Args:
+        split: Whether attention is split into prefix and tree; False for dense.
+        riding: Whether nodes bring rows of the drafter's own along.
+    """
+
+    split: bool = False
+    riding: bool = False
+
+
+USUAL = ForwardKind()
+
+
 class Corrections:
     """Logarithms of the factors that roofline predictions have to be multiplied with.
 
@@ -56,14 +71,14 @@ class Corrections:
 
     def __init__(self, spread: float = 1.0) -> None:
         self._prior = spread**2 * _prior()
-        self._kinds: list[bool] = []
-        # Of the drift, of the share of longer contexts, then of the knots of each kind of attention.
+        self._kinds: list[ForwardKind] = []
+        # Of the drift, of the share of longer contexts, then of the knots of each kind.
         self._mean, self._covariance = np.zeros(_SHARED), np.diag([0.0, _CONTEXT**2])
-        self._errors: dict[tuple[bool, int], float] = {}  # the last of each kind of attention and N·b
+        self._errors: dict[tuple[ForwardKind, int], float] = {}  # the last of each kind and N·b
 
     @property
-    def kinds(self) -> list[bool]:
-        """Kinds of attention that were measured, the usual one first: whether each is split."""
+    def kinds(self) -> list[ForwardKind]:
+        """Kinds that were measured, the usual one first."""
         return self._kinds
 
     @property
@@ -76,18 +91,18 @@ class Corrections:
         """What has to be added to 1 for the share that comes true of what the roofline says of longer contexts."""
         return float(self._mean[1])
 
-    def residuals(self, split: bool, sizes: Array) -> Array:
-        """Residuals at log₂ N·b, of the usual kind of attention where this one was never measured."""
-        return np.interp(sizes, _LOG_KNOTS, self._mean[self._knots(split)])
+    def residuals(self, kind: ForwardKind, sizes: Array) -> Array:
+        """Residuals at log₂ N·b, of the usual kind where this one was never measured."""
+        return np.interp(sizes, _LOG_KNOTS, self._mean[self._knots(kind)])
 
-    def known(self, split: bool, rows: int) -> bool:
+    def known(self, kind: ForwardKind, rows: int) -> bool:
         """Whether what is uncertain of a size N·b is less than what matters."""
-        places, weights = self._read(split, rows)
+        places, weights = self._read(kind, rows)
         return self._covered(places[_SHARED:], weights[_SHARED:])[1] < _KNOWN**2
 
     def observe(
         self,
-        split: bool,
+        kind: ForwardKind,
         rows: int,
         log: float,
         longer: float = 0.0,
@@ -97,18 +112,18 @@ class Corrections:
         """Learns from a forward.
 
         Args:
-            split: Its kind of attention.
+            kind: Its kind.
             rows: N·b.
             log: Log of its time over the roofline's prediction.
             longer: x, the log of that prediction over the one at the context of the fit.
             noise: Standard deviation of that.
             freedom: Degrees of freedom of Student's t; the more, the less an error is taken for an outlier.
         """
-        if split not in self._kinds:
-            self._add(split)
-        places, weights = self._read(split, rows, longer)
+        if kind not in self._kinds:
+            self._add(kind)
+        places, weights = self._read(kind, rows, longer)
         error = log - float(weights @ self._mean[places])
-        lasting = self._lasting(split, rows, error)
+        lasting = self._lasting(kind, rows, error)
         covered, expected = self._covered(places, weights)
         if lasting > _SURPRISE * math.sqrt(expected + noise**2):
             # Either the machine or this size has changed: what other sizes take will tell.
@@ -124,10 +139,10 @@ class Corrections:
         covered = self._covariance[:, places] @ weights
         return covered, float(weights @ covered[places])
 
-    def _lasting(self, split: bool, rows: int, error: float) -> float:
+    def _lasting(self, kind: ForwardKind, rows: int, error: float) -> float:
         """The part of an error that the size's last one bears out: nothing of a lone outlier."""
-        last = self._errors.get((split, rows), 0.0)
-        self._errors[split, rows] = error
+        last = self._errors.get((kind, rows), 0.0)
+        self._errors[kind, rows] = error
         return min(abs(error), abs(last)) if error * last > 0 else 0.0
 
     def pass_time(self) -> None:
@@ -145,15 +160,15 @@ class Corrections:
         deviations = np.sqrt(np.diag(self._covariance).clip(0))
         return [
             {
-                "split": split,
+                **kind._asdict(),
                 "residuals": [
                     [int(knot), round(float(mean), 5), round(float(deviation), 5)]
                     for knot, mean, deviation in zip(
-                        _KNOTS, self._mean[self._knots(split)], deviations[self._knots(split)], strict=True
+                        _KNOTS, self._mean[self._knots(kind)], deviations[self._knots(kind)], strict=True
                     )
                 ],
             }
-            for split in self._kinds
+            for kind in self._kinds
         ]
 
     def load(self, drift: float, context: tuple[float, float], kinds: list[dict[str, Any]]) -> None:
@@ -162,12 +177,13 @@ class Corrections:
         Raises:
             KeyError, TypeError, ValueError: `kinds` is no such list.
         """
-        for kind in kinds:
-            self._add(bool(kind["split"]))
-            knots, means, deviations = np.array(kind["residuals"], dtype=float).T
+        for stored in kinds:
+            kind = ForwardKind(bool(stored["split"]), bool(stored["riding"]))
+            self._add(kind)
+            knots, means, deviations = np.array(stored["residuals"], dtype=float).T
             if len(knots) != len(_KNOTS) or (knots != _KNOTS).any() or not np.isfinite([means, deviations]).all():
                 raise ValueError("residuals are stored at other sizes, or not finite")
-            block = self._knots(kind["split"])
+            block = self._knots(kind)
             scale = deviations / np.sqrt(np.diag(self._prior))
             self._mean[block] = means
             self._covariance[block, :] = self._covariance[:, block] = 0.0
@@ -175,11 +191,11 @@ class Corrections:
         self._mean[:_SHARED] = drift, context[0]
         self._covariance[0, 0], self._covariance[1, 1] = _STORED_DRIFT**2, context[1] ** 2
 
-    def _add(self, split: bool) -> None:
-        """Takes up a kind of attention: the first is as the roofline has it, another as the usual one, and its own."""
+    def _add(self, kind: ForwardKind) -> None:
+        """Takes up a kind: the first is as the roofline has it, another as the usual one, and its own."""
         held = len(self._mean)
         usual = self._knots(self._kinds[0]) if self._kinds else None
-        self._kinds.append(split)
+        self._kinds.append(kind)
         mean, covariance = np.zeros(held + len(_KNOTS)), np.zeros((held + len(_KNOTS),) * 2)
         mean[:held], covariance[:held, :held] = self._mean, self._covariance
         covariance[held:, held:] = self._prior
@@ -190,15 +206,15 @@ class Corrections:
             covariance[held:, held:] += self._covariance[usual, usual]
         self._mean, self._covariance = mean, covariance
 
-    def _knots(self, split: bool) -> slice:
-        """Places of the knots of a kind of attention, the usual one where it was never measured."""
-        start = _SHARED + len(_KNOTS) * (self._kinds.index(split) if split in self._kinds else 0)
+    def _knots(self, kind: ForwardKind) -> slice:
+        """Places of the knots of a kind, the usual one where it was never measured."""
+        start = _SHARED + len(_KNOTS) * (self._kinds.index(kind) if kind in self._kinds else 0)
         return slice(start, start + len(_KNOTS))
 
-    def _read(self, split: bool, rows: int, longer: float = 0.0) -> tuple[npt.NDArray[np.intp], Array]:
+    def _read(self, kind: ForwardKind, rows: int, longer: float = 0.0) -> tuple[npt.NDArray[np.intp], Array]:
         """Places in the state, and their weights, that the factor of N·b is the sum of."""
         left, share = _between(rows)
-        start = self._knots(split).start + left
+        start = self._knots(kind).start + left
         return np.array([0, 1, start, start + 1]), np.array([1.0, longer, 1.0 - share, share])
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .corrections import CALIBRATION_FREEDOM, CALIBRATION_NOISE, Corrections
+from .corrections import CALIBRATION_FREEDOM, CALIBRATION_NOISE, USUAL, Corrections, ForwardKind
 from .roofline import DevicePeak, Workload
 
 Array = npt.NDArray[np.float64]
@@ -38,14 +38,14 @@ class LatencyPoint:
         context: Cached columns before the forward.
         batch: Rows of the batch.
         ms: Milliseconds it took.
-        split: Whether attention was split into prefix and tree; False for dense.
+        kind: What else it was.
     """
 
     rows: int
     context: int
     batch: int
     ms: float
-    split: bool = False
+    kind: ForwardKind = USUAL
 
 
 class LatencyModel:
@@ -69,10 +69,10 @@ class LatencyModel:
 
     def _start(self) -> None:
         self._corrections = Corrections(1.0 if self.workload is not None else _WITHOUT_ROOFLINE)
-        # Of (size, context, batch): FLOPs and bytes in ms, and the log of the roofline; and of a kind of attention.
-        self._ideals: dict[tuple[int, int, int], tuple[Array, Array]] = {}
-        self._bases: dict[tuple[int, int, int], Array] = {}
-        self._curves: dict[tuple[int, int, int, bool], Array] = {}
+        # Of (size, context, batch, riding): FLOPs and bytes in ms, and the log of the roofline; and of a kind.
+        self._ideals: dict[tuple[int, int, int, bool], tuple[Array, Array]] = {}
+        self._bases: dict[tuple[int, int, int, bool], Array] = {}
+        self._curves: dict[tuple[int, int, int, ForwardKind], Array] = {}
 
     @property
     def fitted(self) -> bool:
@@ -94,17 +94,19 @@ class LatencyModel:
         if not usable:
             raise ValueError("a latency model needs at least one measured forward")
         self._start()
-        usual = Counter(point.split for point in usable).most_common(1)[0][0]
-        usable.sort(key=lambda point: point.split != usual)
-        fitted = [point for point in usable if point.split == usual]
-        compute, memory = np.array([self._ideal_at(p.rows, p.context, p.batch) for p in fitted]).T
+        usual = Counter(point.kind for point in usable).most_common(1)[0][0]
+        usable.sort(key=lambda point: point.kind != usual)
+        fitted = [point for point in usable if point.kind == usual]
+        compute, memory = np.array([self._ideal_at(point) for point in fitted]).T
         self._roofline = _Roofline(*_fit_roofline(compute, memory, np.array([point.ms for point in fitted])))
         self._fitted_context = _bucket(sorted(point.context for point in fitted)[len(fitted) // 2])
         for point in usable:
             size, ratio = point.rows * point.batch, self._log_ratio(point)
-            self._corrections.observe(point.split, size, *ratio, CALIBRATION_NOISE, CALIBRATION_FREEDOM)
+            self._corrections.observe(point.kind, size, *ratio, CALIBRATION_NOISE, CALIBRATION_FREEDOM)
 
-    def curve(self, largest: int, context: int, batch: int = 1, split: bool | None = None) -> Array:
+    def curve(
+        self, largest: int, context: int, batch: int = 1, split: bool | None = None, riding: bool = False
+    ) -> Array:
         """Milliseconds at N = 1 … `largest`, non-decreasing, float64 `[largest]`.
 
         Args:
@@ -112,56 +114,67 @@ class LatencyModel:
             context: Cached columns; rounded to steps that make no difference, so that curves are reused.
             batch: Rows of the batch.
             split: The attention meant; None for the better of those measured, size by size.
+            riding: Whether nodes bring rows of the drafter's own along.
         """
-        return self.steady_curve(largest, context, batch, split) * self.slowdown
+        return self.steady_curve(largest, context, batch, split, riding) * self.slowdown
 
-    def steady_curve(self, largest: int, context: int, batch: int = 1, split: bool | None = None) -> Array:
+    def steady_curve(
+        self, largest: int, context: int, batch: int = 1, split: bool | None = None, riding: bool = False
+    ) -> Array:
         """`curve` on the machine as it was when the model was fitted, whatever `slowdown` is now."""
-        kinds = self._corrections.kinds
-        if not kinds:
+        if not self._corrections.kinds:
             raise RuntimeError("the latency model was not fitted")
-        if split is None and len(kinds) > 1:
-            curves = [self.steady_curve(largest, context, batch, kind) for kind in kinds]
+        splits = self._splits(riding)
+        if split is None and len(splits) > 1:
+            curves = [self.steady_curve(largest, context, batch, each, riding) for each in splits]
             return np.minimum(*curves)
-        key = (_size(largest), _bucket(context), batch, kinds[0] if split is None else split)
+        key = (_size(largest), _bucket(context), batch, ForwardKind(splits[0] if split is None else split, riding))
         curve = self._curves.get(key)
         if curve is None:
             curve = self._curves[key] = self._compute_curve(*key)
         return curve[:largest]
 
     @overload
-    def predict(self, rows: int, context: int, batch: int = 1, split: bool | None = None) -> float: ...
-    @overload
-    def predict(self, rows: torch.Tensor, context: int, batch: int = 1, split: bool | None = None) -> torch.Tensor: ...
     def predict(
-        self, rows: int | torch.Tensor, context: int, batch: int = 1, split: bool | None = None
+        self, rows: int, context: int, batch: int = 1, split: bool | None = None, riding: bool = False
+    ) -> float: ...
+    @overload
+    def predict(
+        self, rows: torch.Tensor, context: int, batch: int = 1, split: bool | None = None, riding: bool = False
+    ) -> torch.Tensor: ...
+    def predict(
+        self,
+        rows: int | torch.Tensor,
+        context: int,
+        batch: int = 1,
+        split: bool | None = None,
+        riding: bool = False,
     ) -> float | torch.Tensor:
         """Milliseconds of a forward of `rows` nodes, or of each of many sizes, float64; arguments as for `curve`."""
         if isinstance(rows, torch.Tensor):
-            curve = torch.from_numpy(self.curve(int(rows.max()), context, batch, split).copy())
+            curve = torch.from_numpy(self.curve(int(rows.max()), context, batch, split, riding).copy())
             return curve[rows.cpu().long() - 1]
-        return float(self.curve(rows, context, batch, split)[rows - 1])
+        return float(self.curve(rows, context, batch, split, riding)[rows - 1])
 
-    def best_split(self, rows: int, context: int, batch: int = 1) -> bool:
+    def best_split(self, rows: int, context: int, batch: int = 1, riding: bool = False) -> bool:
         """Whether split attention is the quicker; where only one kind was measured, that one."""
-        kinds = self._corrections.kinds
-        return min(kinds, key=lambda kind: self.predict(rows, context, batch, kind), default=False)
+        return min(self._splits(riding), key=lambda split: self.predict(rows, context, batch, split, riding))
 
-    def known(self, rows: int, batch: int = 1, split: bool | None = None) -> bool:
+    def known(self, rows: int, batch: int = 1, split: bool | None = None, riding: bool = False) -> bool:
         """Whether a size was measured so often, or its neighbours were, that noise does not matter."""
-        kinds = self._corrections.kinds
-        return bool(kinds) and self._corrections.known(kinds[0] if split is None else split, rows * batch)
+        kind = ForwardKind(self._splits(riding)[0] if split is None else split, riding)
+        return kind in self._corrections.kinds and self._corrections.known(kind, rows * batch)
 
-    def update(self, rows: int, context: int, batch: int, ms: float, split: bool = False) -> None:
+    def update(self, rows: int, context: int, batch: int, ms: float, kind: ForwardKind = USUAL) -> None:
         """Corrects the model by a measured forward; a single outlier moves nothing by 2 %."""
         if not self.online or not ms > 0 or not math.isfinite(ms):
             return
-        point = LatencyPoint(rows, context, batch, ms, split)
+        point = LatencyPoint(rows, context, batch, ms, kind)
         if self._roofline is None:
             self.fit([point])
             return
         self._corrections.pass_time()
-        self._corrections.observe(split, rows * batch, *self._log_ratio(point))
+        self._corrections.observe(kind, rows * batch, *self._log_ratio(point))
         self._curves.clear()
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,10 +208,15 @@ class LatencyModel:
             model._corrections.load(_finite(data["drift"]), (share[0], share[1]), data["kinds"])
         return model
 
-    def _compute_curve(self, size: int, context: int, batch: int, split: bool) -> Array:
-        base, fitted = (self._base(size, columns, batch) for columns in (context, self._fitted_context))
+    def _splits(self, riding: bool) -> list[bool]:
+        """Kinds of attention measured with or without riding rows, the usual one first; never empty."""
+        kinds = self._corrections.kinds
+        return [kind.split for kind in kinds if kind.riding == riding] or [bool(kinds) and kinds[0].split]
+
+    def _compute_curve(self, size: int, context: int, batch: int, kind: ForwardKind) -> Array:
+        base, fitted = (self._base(size, columns, batch, kind.riding) for columns in (context, self._fitted_context))
         logs = base + self._corrections.context * (base - fitted)
-        logs = logs + self._corrections.residuals(split, _log_sizes(size, batch))
+        logs = logs + self._corrections.residuals(kind, _log_sizes(size, batch))
         # Noise may order sizes wrongly: halfway between the least curve above and the largest below.
         above, below = np.maximum.accumulate(logs), np.minimum.accumulate(logs[::-1])[::-1]
         return np.asarray(np.exp((above + below) / 2))
@@ -206,32 +224,32 @@ class LatencyModel:
     def _log_ratio(self, point: LatencyPoint) -> tuple[float, float]:
         """Log of a forward's time over the roofline's, and of that over the roofline's at the context of the fit."""
         base, fitted = (
-            float(self._base(_size(point.rows), context, point.batch)[point.rows - 1])
+            float(self._base(_size(point.rows), context, point.batch, point.kind.riding)[point.rows - 1])
             for context in (_bucket(point.context), self._fitted_context)
         )
         return math.log(point.ms) - base, base - fitted
 
-    def _base(self, size: int, context: int, batch: int) -> Array:
-        key = (size, context, batch)
+    def _base(self, size: int, context: int, batch: int, riding: bool) -> Array:
+        key = (size, context, batch, riding)
         base = self._bases.get(key)
         if base is None:
             assert self._roofline is not None
-            base = self._bases[key] = np.log(self._roofline.ms(*self._ideal(size, context, batch)))
+            base = self._bases[key] = np.log(self._roofline.ms(*self._ideal(*key)))
         return base
 
-    def _ideal_at(self, rows: int, context: int, batch: int) -> tuple[float, float]:
-        compute, memory = self._ideal(_size(rows), _bucket(context), batch)
-        return float(compute[rows - 1]), float(memory[rows - 1])
+    def _ideal_at(self, point: LatencyPoint) -> tuple[float, float]:
+        compute, memory = self._ideal(_size(point.rows), _bucket(point.context), point.batch, point.kind.riding)
+        return float(compute[point.rows - 1]), float(memory[point.rows - 1])
 
-    def _ideal(self, size: int, context: int, batch: int) -> tuple[Array, Array]:
+    def _ideal(self, size: int, context: int, batch: int, riding: bool) -> tuple[Array, Array]:
         """Milliseconds at the device's peaks, of compute and of memory, at N = 1 … `size`."""
         if self.workload is None:
             return np.ones(size), np.ones(size)
-        key = (size, context, batch)
+        key = (size, context, batch, riding)
         if key not in self._ideals:
             rows = np.arange(1, size + 1, dtype=np.float64)
-            compute = 1e3 * self.workload.flops(rows, context, batch) / self.peak.flops_per_second
-            memory = 1e3 * self.workload.bytes(rows, context, batch) / self.peak.bytes_per_second
+            compute = 1e3 * self.workload.flops(rows, context, batch, riding) / self.peak.flops_per_second
+            memory = 1e3 * self.workload.bytes(rows, context, batch, riding) / self.peak.bytes_per_second
             self._ideals[key] = np.asarray(compute), np.asarray(memory)
         return self._ideals[key]
 

@@ -68,6 +68,8 @@ class Pace:
     other_plain: RunningMean = field(default_factory=RunningMean)
     yielded: RunningMean = field(default_factory=RunningMean)
     advantage: RunningMean = field(default_factory=RunningMean)
+    #: Whether the durations of drafted rounds are of rounds with riding rows.
+    riding: bool = False
     paused: bool = False
     wait: int = _FIRST_WAIT
     left: int = 0
@@ -114,12 +116,20 @@ class Pace:
     def time(self, record: RoundRecord) -> None:
         """Takes the round's durations."""
         if record.drafted:
+            if record.kind.riding != self.riding:
+                self._start_over(record.kind.riding)
             self.draft.add_time(record.draft_ms)
             self.verify.add_time(record.verify_ms)
             self.other.add_time(record.other_ms)
             self.yielded.add(record.progress)
         else:
             self.other_plain.add_time(record.other_ms)
+
+    def _start_over(self, riding: bool) -> None:
+        """Drafts another way from now on, whose durations soon outvote the old ones."""
+        self.riding = riding
+        for mean in (self.draft, self.verify, self.other):
+            mean.count = min(mean.count, 1)
 
     @property
     def lag(self) -> float:
@@ -179,15 +189,16 @@ class Pace:
         for name in ("draft", "verify", "other", "other_plain", "yielded"):
             known: RunningMean = getattr(other, name)
             setattr(self, name, RunningMean(known.value, min(known.count, 1)))
+        self.riding = other.riding
 
     def durations(self) -> dict[str, Any]:
         """What rounds take, without what they yield."""
-        return {name: list(vars(getattr(self, name)).values()) for name in _DURATIONS}
+        return {name: list(vars(getattr(self, name)).values()) for name in _DURATIONS} | {"riding": self.riding}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Pace:
         """The pace whose `durations` these are."""
-        pace = cls()
+        pace = cls(riding=bool(data["riding"]))
         for name in _DURATIONS:
             value, count, square, share = data[name]
             setattr(pace, name, RunningMean(float(value), int(count), float(square), float(share)))

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .corrections import USUAL, ForwardKind
+
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -28,7 +30,7 @@ class RoundRecord:
             row.
         promised: Σρ of the verified nodes by depth over live rows, the roots first.
         accepted: Walks that reached each depth, as long.
-        split: Whether attention was split.
+        kind: What the forward was beside its size.
         trial: Whether the drafter tried a way of drafting that it may not go on with, which durations are then of.
     """
 
@@ -44,7 +46,7 @@ class RoundRecord:
     progress: int
     promised: list[float]
     accepted: list[int]
-    split: bool = False
+    kind: ForwardKind = USUAL
     trial: bool = False
 
     @property
@@ -107,7 +109,11 @@ class BudgetPolicy(ABC):
 
     @abstractmethod
     def choose(
-        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+        self,
+        scores: torch.Tensor,
+        depths: torch.Tensor | None = None,
+        leads: Sequence[int] | None = None,
+        riding: bool = False,
     ) -> int:
         """How many nodes of the expanded trees to verify.
 
@@ -115,6 +121,7 @@ class BudgetPolicy(ABC):
             scores: Path scores ρ of the nodes of the live rows, in expansion order, `[R, N]`.
             depths: Their depths, long `[R, N]`; None corrects no score.
             leads: Tokens that each live row is ahead of the slowest, `[R]`; None for none.
+            riding: Whether nodes bring rows of the drafter's own along, which cost.
 
         Returns:
             Rows to verify, 1 … N: a prefix of the order.
@@ -141,6 +148,10 @@ class FixedBudget(BudgetPolicy):
         return self.budget > 1
 
     def choose(
-        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+        self,
+        scores: torch.Tensor,
+        depths: torch.Tensor | None = None,
+        leads: Sequence[int] | None = None,
+        riding: bool = False,
     ) -> int:
         return min(self.budget, scores.shape[1])

@@ -17,7 +17,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 #: Version of the files' format.
-FORMAT = 3
+FORMAT = 4
 #: Seconds after which a profile is measured again: drivers, clocks and neighbours change.
 MAX_AGE = 90 * 24 * 3600
 _ENVIRONMENT = "HF_TREESPEC_PROFILES"

@@ -50,7 +50,7 @@ class Workload:
         experts: Routed experts of a layer; 0 for a dense model.
         experts_per_row: Experts that a row is routed to.
         attention: Layers whose cost grows with the context.
-        rows_per_node: Rows of the forward that a node costs, itself included.
+        riding_per_node: What the rows cost that ride behind a node, in rows of the whole forward.
     """
 
     row_flops: float
@@ -60,26 +60,27 @@ class Workload:
     experts: int = 0
     experts_per_row: int = 0
     attention: tuple[AttentionLayers, ...] = ()
-    rows_per_node: int = 1
+    riding_per_node: float = 0.0
 
-    def flops(self, rows: Count, context: int, batch: int = 1) -> Count:
+    def flops(self, rows: Count, context: int, batch: int = 1, riding: bool = False) -> Count:
         """FLOPs of a forward.
 
         Args:
             rows: Nodes verified for each row of the batch, N.
             context: Cached columns, c.
             batch: Rows of the batch, b.
+            riding: Whether nodes bring rows of the drafter's own along.
         """
-        rows = rows * self.rows_per_node
+        rows = self._with_riding(rows, riding)
         total = rows * batch * self.row_flops
         for group in self.attention:
             seen = rows + _span(group, context)
             total = total + rows * seen * (batch * group.layers * group.pair_flops)
         return total
 
-    def bytes(self, rows: Count, context: int, batch: int = 1) -> Count:
+    def bytes(self, rows: Count, context: int, batch: int = 1, riding: bool = False) -> Count:
         """Bytes of a forward; arguments as for `flops`."""
-        rows = rows * self.rows_per_node
+        rows = self._with_riding(rows, riding)
         total = rows * batch * self.row_bytes + self.weight_bytes
         if self.experts:
             # Expected share of the experts that at least one of the rows is routed to.
@@ -90,9 +91,12 @@ class Workload:
             total = total + seen * (batch * group.layers * group.column_bytes)
         return total
 
+    def _with_riding(self, rows: Count, riding: bool) -> Count:
+        return rows * (1 + self.riding_per_node) if riding else rows
+
     @classmethod
     def from_model(
-        cls, model: nn.Module, extra_rows_per_node: int = 1, kv_dtype: torch.dtype | None = None
+        cls, model: nn.Module, riding_per_node: float = 0.0, kv_dtype: torch.dtype | None = None
     ) -> Workload:
         """Counts a causal LM's text part.
 
@@ -101,7 +105,7 @@ class Workload:
 
         Args:
             model: The target.
-            extra_rows_per_node: Rows of the forward that a node costs, itself included.
+            riding_per_node: What the rows cost that ride behind a node, in rows of the whole forward.
             kv_dtype: Dtype of the cached K/V; by default the model's.
         """
         config = _text_config(model)
@@ -129,7 +133,7 @@ class Workload:
             experts,
             routed,
             _attention(config, width if kv_dtype is None else kv_dtype.itemsize),
-            extra_rows_per_node,
+            riding_per_node,
         )
 
 

@@ -48,7 +48,7 @@ _saved: dict[ProfileKey, float] = {}
 
 @contextmanager
 def lend_policy(
-    config: TreeSpecConfig, target: PreTrainedModel, drafter: BlockDrafter, cache: Cache, rows_per_node: int
+    config: TreeSpecConfig, target: PreTrainedModel, drafter: BlockDrafter, cache: Cache
 ) -> Iterator[BudgetPolicy]:
     """The policy that `config` asks for, for one call; what the call teaches it stays.
 
@@ -60,8 +60,8 @@ def lend_policy(
     largest = config.max_budget or (_CPU_ROWS if target.device.type == "cpu" else _ROWS)
     key = profile_key(target, drafter, cache)
     resting = _AT_REST.setdefault(drafter.weights, {})
-    place = (key, config.budget, largest, rows_per_node, config.shape, config.drafter_temperature)
-    policy = resting.pop(place, None) or _start(config.budget, key, target, largest, rows_per_node)
+    place = (key, config)
+    policy = resting.pop(place, None) or _start(config.budget, key, target, largest, drafter.riding_load)
     try:
         yield policy
     finally:
@@ -76,11 +76,11 @@ def forget(drafter: BlockDrafter) -> None:
     _saved.clear()
 
 
-def _start(name: str, key: ProfileKey, target: PreTrainedModel, largest: int, rows_per_node: int) -> BudgetPolicy:
+def _start(name: str, key: ProfileKey, target: PreTrainedModel, largest: int, riding_load: float) -> BudgetPolicy:
     if name == "ema":
         return BudgetController(LatencyModel(), largest)
     profile = ProfileStore().load(key)
-    workload = Workload.from_model(target, rows_per_node)
+    workload = Workload.from_model(target, riding_load)
     peak = measure_peak(target.device, target.dtype) if profile is None else None
     splits = kinds_of_attention(key.attention, target.device)
     controller = BudgetController.from_profile(profile, workload, largest, splits, peak=peak, online=name == "auto")

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention import interface
-from ..budget import RoundRecord
+from ..budget import ForwardKind, RoundRecord
 from ..caches import TreeCache, grow_static
 from ..compat import CACHE_KEYWORD
 from ..configuration import TreeSpecConfig
@@ -73,7 +73,7 @@ class _Outcome:
     paths: list[list[int]]
     cut: list[bool]
     promised: tuple[torch.Tensor, torch.Tensor] | None
-    split: bool
+    kind: ForwardKind
     trial: bool
 
     def record(self, times: RoundTimes, batch_size: int) -> RoundRecord:
@@ -101,7 +101,7 @@ class _Outcome:
             progress=min(lead + taken for lead, taken in came) - min(lead for lead, _ in came),
             promised=promised,
             accepted=[sum(taken > depth for taken in steps) for depth in range(len(promised))],
-            split=self.split,
+            kind=self.kind,
             trial=self.trial,
         )
 
@@ -177,9 +177,7 @@ class TreeDecoding:
         self.session = session or self.drafter.start(target, self.batch_size, max_length)
         self.session.configure(config)
         self._resources.callback(self.session.close)
-        self.policy = self._resources.enter_context(
-            lend_policy(config, target, self.drafter, cache, self.session.rows_per_node)
-        )
+        self.policy = self._resources.enter_context(lend_policy(config, target, self.drafter, cache))
         rows = self.policy.limit * self.session.rows_per_node
         if self.generation_config.cache_implementation == "static" and cache.get_seq_length() == 0:
             cache = self.model_kwargs[CACHE_KEYWORD] = grow_static(cache, text_config, rows)
@@ -306,7 +304,7 @@ class TreeDecoding:
                 paths=paths,
                 cut=cut,
                 promised=self._promised,
-                split=bool(self.policy.split),
+                kind=ForwardKind(bool(self.policy.split), riding > 0 or extra is not None),
                 trial=trial,
             )
         )
@@ -362,7 +360,7 @@ class TreeDecoding:
             # One read for both: depths are small numbers, which a float holds.
             packed = torch.stack([scores, depths.to(scores.dtype)]).cpu()
             scores, depths = packed[0], packed[1].long()
-        chosen = self.policy.choose(scores, depths, leads)
+        chosen = self.policy.choose(scores, depths, leads, self.session.rides)
         self._promised = scores[:, :chosen], depths[:, :chosen]
         return chosen
 

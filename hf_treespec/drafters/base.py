@@ -185,7 +185,7 @@ class DraftSession(ABC):
 
     #: Decoder layers of the target whose outputs are features, 0-based, in the order of `fuse`.
     feature_layers: tuple[int, ...] = ()
-    #: Rows that one verified node costs the target, itself and the extra rows it brings along.
+    #: Rows that one verified node takes up in the target at most, itself and those it brings along.
     rows_per_node: int = 1
     #: Temperature of the lattice's distributions.
     temperature: float = 1.0
@@ -214,6 +214,11 @@ class DraftSession(ABC):
     @abstractmethod
     def observe(self, state: DraftState) -> None:
         """Takes the new features into the context without drafting (plain rounds, the end of a call)."""
+
+    @property
+    def rides(self) -> bool:
+        """Whether nodes bring rows of the session's own along in drafted rounds that are no trials."""
+        return self.rows_per_node > 1
 
     @property
     def is_trial(self) -> bool:
@@ -267,6 +272,11 @@ class BlockDrafter(PreTrainedModel):
     def drafted_depths(self) -> int:
         """Depths D that one draft forward covers."""
         return self.config.block_size - 1
+
+    @property
+    def riding_load(self) -> float:
+        """What the rows cost that ride behind a verified node, in rows that pass the whole target; a first guess."""
+        return 0.0
 
     @property
     def backbone(self) -> BlockDrafter:

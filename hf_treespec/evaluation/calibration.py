@@ -76,7 +76,7 @@ def calibrate(target: PreTrainedModel, drafter: BlockDrafter, *, context: int = 
             for behind in (context, _LONGER * context):
                 for size in (size for size in _FITTED if size <= controller.limit):
                     for ms in _verify_ms(target, view, behind, size, _FIT_BLOCKS):
-                        controller.latency.update(size, behind, 1, ms)
+                        controller.latency.update(size, behind, 1, ms, controller.kind_of(size))
         store.save(key, controller.profile())
     return path
 
@@ -104,7 +104,7 @@ def check(
         for _ in range(repeats):
             _generate(target, adaptive, context, _CHECK_BLOCKS * (drafter.drafted_depths + 1))
             with lent_controller(target, drafter) as controller:
-                curve = controller.latency.curve(controller.limit, context).tolist()
+                curve = controller.verify_ms(context)
             for size in sizes:
                 found[size] += [
                     (curve[size - 1], ms) for ms in _verify_ms(target, drafter, context, size, _CHECK_BLOCKS)
@@ -131,7 +131,7 @@ def _verify_ms(target: PreTrainedModel, drafter: BlockDrafter, context: int, siz
 def lent_controller(target: PreTrainedModel, drafter: BlockDrafter) -> Iterator[BudgetController]:
     """The pair's controller for calls of default options."""
     config = (drafter.treespec_config or TreeSpecConfig()).with_options(budget="auto")
-    with budgets.lend_policy(config, target, drafter, DynamicCache(), 1) as policy:
+    with budgets.lend_policy(config, target, drafter, DynamicCache()) as policy:
         assert isinstance(policy, BudgetController)
         yield policy
 
@@ -181,7 +181,7 @@ def run_calibration(
     )
     if plots is not None:
         with lent_controller(target, drafter) as controller:
-            curves = {context: controller.latency.curve(controller.limit, context).tolist() for context in contexts}
+            curves = {context: controller.verify_ms(context) for context in contexts}
         points = [(item.context, item.rows, item.measured_ms) for item in checks]
         save_figures({"verification": plot_calibration(curves, points)}, plots)
     return checks

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hf_treespec.budget import BudgetPolicy, RoundRecord, Workload
+from hf_treespec.budget import BudgetPolicy, ForwardKind, RoundRecord, Workload
 from hf_treespec.trees import DraftLattice
 from hf_treespec.trees.expansion import expand_heap
 
@@ -54,6 +54,8 @@ class Machine:
     noise: float = 0.03
     outliers: float = 0.01
     drift: Callable[[int], float] = lambda turn: 1.0
+    #: What the rows add that ride along with so many nodes; None = nothing rides.
+    riders: Callable[[np.ndarray], np.ndarray] | None = None
     #: How many times longer the first forward of a size takes, and the sizes that had theirs.
     cold: float = 1.0
     seen: set[int] = field(default_factory=set)
@@ -65,6 +67,11 @@ class Machine:
 
     def verify_ms(self, rows: int | np.ndarray, context: int, turn: int = 0) -> np.ndarray:
         return self.curve(np.asarray(rows, dtype=np.float64), context) * self.drift(turn)
+
+    def drafted_ms(self, rows: int | np.ndarray, context: int, turn: int = 0) -> np.ndarray:
+        """The verification of a drafted round."""
+        riders = 0.0 if self.riders is None else self.riders(np.asarray(rows, dtype=np.float64)) * self.drift(turn)
+        return self.verify_ms(rows, context, turn) + riders
 
     def measured(self, ms: float, draw: np.random.Generator) -> float:
         spike = 6.0 if draw.random() < self.outliers else 1.0
@@ -159,13 +166,14 @@ def simulate(
             trees, order = order[:batch] % source.trees, np.roll(order, -batch)
             wide = min(policy.largest(), source.nodes)
             scores, depths = source.scores[trees, :wide], source.depths[trees, :wide]
-            nodes = policy.choose(torch.from_numpy(scores), torch.from_numpy(depths))
+            rides = machine.riders is not None
+            nodes = policy.choose(torch.from_numpy(scores), torch.from_numpy(depths), riding=rides)
             accepted_nodes = [[n for n in source.path(int(tree), draw) if n < nodes] for tree in trees]
             deepest = int(depths[:, :nodes].max())
             promised = [float(scores[:, :nodes][depths[:, :nodes] == d].sum()) for d in range(deepest + 1)]
             accepted = [sum(len(path) > d for path in accepted_nodes) for d in range(deepest + 1)]
             expected = float(source.reached()[trees, :nodes].sum())
-        verify = float(machine.verify_ms(nodes, context, turn))
+        verify = float((machine.drafted_ms if drafts else machine.verify_ms)(nodes, context, turn))
         draft = machine.draft_ms * machine.drift(turn) if drafts else 0.0
         other = machine.other_ms * machine.drift(turn)
         drawn = sum(map(len, accepted_nodes))
@@ -188,6 +196,7 @@ def simulate(
                 drawn // batch,
                 promised,
                 accepted,
+                ForwardKind(riding=drafts and machine.riders is not None),
             )
         )
         if len(records) >= policy.patience:
@@ -255,9 +264,9 @@ def simulate_calls(
 def best_rates(machine: Machine, drafter: Drafter, context: int, turn: int = 0) -> dict[str, float]:
     """The best tokens per ms that a policy reaches which knows the truth: adaptive, with one N, and plain."""
     surrogate = drafter.reached().cumsum(1)
-    verify = machine.verify_ms(np.arange(1, drafter.nodes + 1), context, turn)
+    verify = machine.drafted_ms(np.arange(1, drafter.nodes + 1), context, turn)
     beside = (machine.draft_ms + machine.other_ms) * machine.drift(turn)
-    plain = 1 / float(verify[0] + machine.other_ms * machine.drift(turn))
+    plain = 1 / float(machine.verify_ms(1, context, turn) + machine.other_ms * machine.drift(turn))
     fixed = surrogate.mean(0) / (verify + beside)
     rate = float(fixed.max())
     for _ in range(30):  # Dinkelbach

@@ -33,12 +33,14 @@ from hf_treespec.budget import (
     BudgetController,
     Calibration,
     FixedBudget,
+    ForwardKind,
     LatencyModel,
     LatencyPoint,
     RoundRecord,
     best_prefix,
     best_rate,
 )
+from hf_treespec.budget.pace import Pace
 
 HONEST, OVERCONFIDENT, POOR = Drafter(), Drafter(honesty=0.8), Drafter(honesty=0.02)
 #: Curve, milliseconds of a draft, workload.
@@ -140,7 +142,11 @@ class MeanRow(BudgetController):
     """Goes by the average row, as if calls did not have to wait for their slowest."""
 
     def choose(
-        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+        self,
+        scores: torch.Tensor,
+        depths: torch.Tensor | None = None,
+        leads: Sequence[int] | None = None,
+        riding: bool = False,
     ) -> int:
         return super().choose(scores.mean(0, keepdim=True), None if depths is None else depths[:1])
 
@@ -193,6 +199,43 @@ def test_a_poor_drafter_costs_little_and_the_reason_is_told(name: str, seed: int
     warm = BudgetController.from_profile(json.loads(json.dumps(cold.profile(), allow_nan=False)), workload)
     assert not warm.calibrating
     assert simulate(warm, machine, POOR, tokens=256, seed=seed + 9).rate() >= 0.95 * plain
+
+
+def narrow(rows: np.ndarray, context: int) -> np.ndarray:
+    """A small model on a CPU: every row costs."""
+    return 10.5 + 0.45 * (rows - 1) + 0.001 * context
+
+
+class Mixed(BudgetController):
+    """Negative control: takes rounds with riding rows for others."""
+
+    def record(self, record: RoundRecord) -> None:
+        super().record(replace(record, kind=ForwardKind()))
+
+
+def test_riding_rows_are_no_slower_machine() -> None:
+    """While every round drafts, what a plain one takes stays known; else T(N) pays for rows that are T(1)'s, too."""
+    machine = Machine(narrow, 1.0, riders=lambda rows: 4.0 + 0.3 * np.minimum(rows, 8))
+    best, plain = best_rates(machine, HONEST, CONTEXT)["adaptive"], float(machine.verify_ms(1, CONTEXT))
+    found = {}
+    for policy in (BudgetController, Mixed):
+        controller = policy(LatencyModel(replace(DENSE, riding_per_node=4.0)))
+        rate = long_run(controller, machine, HONEST, rounds=400).rate(100)
+        found[policy] = rate / best, controller.latency.predict(1, CONTEXT) / plain
+    assert found[BudgetController] == (pytest.approx(1, abs=0.03), pytest.approx(1, abs=0.07))
+    assert found[Mixed][0] < 0.9
+    assert found[Mixed][1] > 1.2
+
+
+def test_another_way_to_draft_has_its_own_durations() -> None:
+    pace = Pace()
+    for riding, draft_ms in ((True, 1.0), (False, 9.0)):
+        kind = ForwardKind(riding=riding)
+        for _ in range(40):
+            pace.time(RoundRecord(8, True, 1, 1, CONTEXT, draft_ms, 20.0, 0.3, 2, 2, [1.0], [1], kind))
+        assert pace.fixed_ms == pytest.approx(draft_ms + 0.3, rel=0.03)
+    again = Pace.from_dict(json.loads(json.dumps(pace.durations())))
+    assert (again.riding, again.fixed_ms) == (False, pace.fixed_ms)
 
 
 def test_trials_of_another_way_to_draft_teach_nothing_of_the_machine() -> None:
@@ -475,10 +518,8 @@ def test_the_quicker_attention_is_taken(factor: float) -> None:
         ms *= 1 + 0.01 * rng.standard_normal()
         if turn >= 20 and nodes > 1:
             drafted.append(controller.split)
-        record = RoundRecord(
-            nodes, nodes > 1, 1, 1, CONTEXT, 1.5 * (nodes > 1), ms, 0.3, 1, 1, [], [], bool(controller.split)
-        )
-        controller.record(record)
+        kind = ForwardKind(bool(controller.split))
+        controller.record(RoundRecord(nodes, nodes > 1, 1, 1, CONTEXT, 1.5 * (nodes > 1), ms, 0.3, 1, 1, [], [], kind))
     assert not controller.calibrating
     assert drafted == [factor < 1] * len(drafted)
     assert len(drafted) > 10
@@ -488,5 +529,6 @@ def test_one_kind_of_attention_is_not_compared() -> None:
     calibration = Calibration(32)
     while (size := calibration.size) is not None:
         assert calibration.split is False
-        calibration.record(LatencyPoint(size, CONTEXT, 1, float(flat(np.array(size), CONTEXT)), calibration.split))
-    assert {point.split for point in calibration.points} == {False}
+        ms = float(flat(np.array(size), CONTEXT))
+        calibration.record(LatencyPoint(size, CONTEXT, 1, ms, ForwardKind(calibration.split)))
+    assert {point.kind.split for point in calibration.points} == {False}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from machines import CPU_CURVE, DENSE, MIXTURE, Curve, cliff, cpu, flat, mixture
 
-from hf_treespec.budget import AttentionLayers, DevicePeak, LatencyModel, LatencyPoint, Workload
+from hf_treespec.budget import AttentionLayers, DevicePeak, ForwardKind, LatencyModel, LatencyPoint, Workload
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 PEAK = DevicePeak(2e13, 3e12)
@@ -152,11 +152,11 @@ def test_the_better_attention_is_told() -> None:
     dense = [LatencyPoint(n, 128, 1, 5.0 + n) for n in SIZES]
     model.fit(dense)
     assert not model.best_split(64, 128)
-    model.fit(dense + [LatencyPoint(n, 128, 1, 10.0 + n / 2, split=True) for n in SIZES])
+    model.fit(dense + [LatencyPoint(n, 128, 1, 10.0 + n / 2, ForwardKind(split=True)) for n in SIZES])
     assert [model.best_split(n, 128) for n in (1, 4, 16, 64)] == [False, False, True, True]
     assert model.predict(64, 128) == pytest.approx(42, rel=0.03)
     assert model.predict(64, 128, split=False) == pytest.approx(69, rel=0.03)
-    model.update(64, 128, 1, 40.0, split=True)
+    model.update(64, 128, 1, 40.0, ForwardKind(split=True))
 
 
 def test_offline_models_stay_and_others_interpolate_without_a_roofline() -> None:

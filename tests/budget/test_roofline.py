@@ -68,7 +68,10 @@ def test_sliding_layers_see_their_window() -> None:
 
 def test_nodes_may_cost_several_rows() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
-    assert Workload.from_model(model, extra_rows_per_node=3).flops(2, 50) == Workload.from_model(model).flops(6, 50)
+    work, without = Workload.from_model(model, riding_per_node=2), Workload.from_model(model)
+    assert work.flops(2, 50, riding=True) == without.flops(6, 50)
+    assert work.bytes(2, 50, riding=True) == without.bytes(6, 50)
+    assert work.flops(2, 50) == without.flops(2, 50)
 
 
 def test_an_unknown_architecture_reads_all_matrices() -> None:

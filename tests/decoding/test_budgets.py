@@ -39,7 +39,11 @@ class Scripted(BudgetPolicy):
         return self.script[(self.asked - 1) % len(self.script)] > 1
 
     def choose(
-        self, scores: torch.Tensor, depths: torch.Tensor | None = None, leads: Sequence[int] | None = None
+        self,
+        scores: torch.Tensor,
+        depths: torch.Tensor | None = None,
+        leads: Sequence[int] | None = None,
+        riding: bool = False,
     ) -> int:
         assert depths is not None
         assert scores.shape == depths.shape
@@ -149,7 +153,7 @@ def test_kinds_of_attention_change_no_token(
     monkeypatch.setattr(Scripted, "split", property(lambda self: self.asked % 2 == 0))
     inputs = prompt() if rows == 1 else batch(seed=3)
     compare(target(family), inputs, kind="half", max_new_tokens=30, **GREEDY)
-    assert {record.split for record in policy.records} == {True, False}
+    assert {record.kind.split for record in policy.records} == {True, False}
     assert calls["split"] > 0
     assert calls["dense"] > 0
 
@@ -228,7 +232,7 @@ def test_a_second_process_starts_from_the_profile(profiles: Path) -> None:
 def test_a_profile_says_nothing_about_weights(profiles: Path) -> None:
     drafter = dflash("qwen3")
     cache = DynamicCache()
-    with budgets.lend_policy(TreeSpecConfig(max_budget=8), target("qwen3"), drafter, cache, 1) as policy:
+    with budgets.lend_policy(TreeSpecConfig(max_budget=8), target("qwen3"), drafter, cache) as policy:
         assert isinstance(policy, BudgetController)
         stored = policy.profile()
     assert "acceptance" not in stored
@@ -237,7 +241,7 @@ def test_a_profile_says_nothing_about_weights(profiles: Path) -> None:
 
 def test_calls_at_the_same_time_have_their_own_policies(profiles: Path) -> None:
     drafter, model = dflash("qwen3"), target("qwen3")
-    arguments = (TreeSpecConfig(), model, drafter, DynamicCache(), 1)
+    arguments = (TreeSpecConfig(), model, drafter, DynamicCache())
     with budgets.lend_policy(*arguments) as one, budgets.lend_policy(*arguments) as other:
         assert one is not other
     with budgets.lend_policy(*arguments) as again:

@@ -99,6 +99,10 @@ class FlexDraftDrafter(LoudLoading, BlockDrafter):
         )
         self.post_init()
 
+    @property
+    def riding_load(self) -> float:
+        return self.config.block_size * len(self.layers) / self.config.num_target_layers
+
     @classmethod
     @torch.no_grad()
     def from_target(cls, target: PreTrainedModel, num_layers: int | None = None, **options: Any) -> Self:

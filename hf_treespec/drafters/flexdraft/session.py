@@ -55,6 +55,8 @@ class FlexDraftSession(DraftSession):
         #: What rounds cost in each mode, where that decides; the mode of the round under way and when it began.
         self._costs: ModeCosts | None = None
         self._round: tuple[Mode, float] | None = None
+        #: The mode of the drafted round before, where it was the last one.
+        self._drafted_in: Mode | None = None
         #: Columns of left padding in each row's cache; None until the call's first draft.
         self._padding: list[int] | None = None
 
@@ -68,7 +70,8 @@ class FlexDraftSession(DraftSession):
         # A session goes on with a later call: its hooks live as long as the call.
         self._tuning = self.drafter.tuning(target, self.options.flex_variant).attach()
         self._padding, self._groups = None, 0
-        mode, self._costs, self._round = self.options.mode(self.batch_size), None, None
+        mode, self._costs = self.options.mode(self.batch_size), None
+        self._round = self._drafted_in = None
         if self.options.flex_mode == "auto":
             circumstances = (self.batch_size, target.device, target.dtype, self.options)
             self._costs = costs_of(self.drafter.weights, circumstances, mode)
@@ -85,8 +88,16 @@ class FlexDraftSession(DraftSession):
         return 0 if self._tuning is None else self._tuning.boarded
 
     @property
+    def rides(self) -> bool:
+        mode = self.options.mode(self.batch_size) if self._costs is None else self._costs.best
+        return mode == "parallel"
+
+    @property
     def is_trial(self) -> bool:
-        return self._costs is not None and self._round is not None and not self._costs.prefers(self._round[0])
+        if self._costs is None or self._round is None:
+            return False
+        # What a round's draft takes is up to the mode of the round before, which it was made in.
+        return not all(map(self._costs.prefers, {self._round[0], self._drafted_in or self._round[0]}))
 
     @property
     def lengths(self) -> list[int]:
@@ -133,6 +144,7 @@ class FlexDraftSession(DraftSession):
         if self._costs is None:
             return self.options.mode(self.batch_size)
         now = time.perf_counter()
+        self._drafted_in = None if self._round is None else self._round[0]
         if self._round is not None:
             self._costs.record(self._round[0], now - self._round[1])
         mode = self._costs.choose()
