@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters.flexdraft_models import Guide, guided, tiny_flexdraft
 from models import batch, dflash, prompt, target
 from parity import GREEDY, SAMPLED, compare, eos_tokens, run
 from transformers import DynamicCache
@@ -22,6 +23,8 @@ from hf_treespec.attention import interface
 from hf_treespec.budget import BudgetController, BudgetPolicy, FixedBudget, ProfileStore, RoundRecord
 from hf_treespec.configuration import POLICIES
 from hf_treespec.decoding import budgets, rounds
+from hf_treespec.drafters.flexdraft import session
+from hf_treespec.drafters.flexdraft.modes import Mode, ModeCosts
 
 
 class Scripted(BudgetPolicy):
@@ -31,6 +34,7 @@ class Scripted(BudgetPolicy):
         self.script, self.limit = script, max(script)
         self.records: list[RoundRecord] = []
         self.leads: list[Sequence[int] | None] = []
+        self.told_of_riding: set[bool] = set()
         self.asked = 0
 
     def should_draft(self) -> bool:
@@ -49,6 +53,7 @@ class Scripted(BudgetPolicy):
         assert scores.shape == depths.shape
         assert bool((scores[:, 0] == 1).all())
         self.leads.append(leads)
+        self.told_of_riding.add(riding)
         return min(self.script[(self.asked - 1) % len(self.script)], scores.shape[1])
 
     def record(self, record: RoundRecord) -> None:
@@ -133,6 +138,39 @@ def test_what_a_policy_is_told(rows: int, scripted: Any) -> None:
             assert record.accepted == sorted(record.accepted, reverse=True)
             assert sum(record.promised) <= record.live * record.nodes + 1e-3
     assert any(record.promised for record in records)
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_records_say_whether_rows_rode_along(mode: str, scripted: Any) -> None:
+    policy, model = scripted([6, 6, 1]), target("qwen3")
+    view = guided(tiny_flexdraft(model), Guide(), flex_mode=mode)
+    run(model, prompt(), max_new_tokens=24, assistant_model=view, **GREEDY)
+    rode = {drafted: {r.kind.riding for r in policy.records if r.drafted == drafted} for drafted in (True, False)}
+    assert rode == {True: {mode == "parallel"}, False: {False}}
+    assert policy.told_of_riding == {mode == "parallel"}
+
+
+class _Costs(ModeCosts):
+    """Prefers the parallel mode and tries the other in every sixth round."""
+
+    def choose(self) -> Mode:
+        self._rounds += 1
+        return "parallel" if self._rounds % 6 else "sequential"
+
+    def prefers(self, mode: Mode) -> bool:
+        return mode == "parallel"
+
+
+def test_a_trial_and_the_round_drafted_in_it_are_trials(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, model = scripted([6]), target("qwen3")
+    monkeypatch.setattr(session, "costs_of", lambda *arguments: _Costs("parallel"))
+    view = guided(tiny_flexdraft(model), Guide(), flex_mode="auto")
+    run(model, prompt(), max_new_tokens=24, assistant_model=view, **GREEDY)
+    drafted = [record for record in policy.records if record.drafted]
+    assert len(drafted) > 14
+    for turn, record in enumerate(drafted, 1):
+        assert record.kind.riding == (turn % 6 != 0)
+        assert record.trial == (turn % 6 == 0 or (turn > 6 and turn % 6 == 1))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
