@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from flexdraft_models import BLOCK, Guide, dense_draft, dense_group, guided, tiny_flexdraft
-from models import LAYERS, PAD, VOCAB, WINDOW, batch, build, hook_count, prompt, target
+from models import LAYERS, PAD, VOCAB, WINDOW, batch, build, decoder_layers, hook_count, prompt, target
 from parity import GREEDY, Inputs, run
 from rigged import rows_of
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -237,6 +237,22 @@ def test_projections_are_hooked_only_while_rows_pass() -> None:
         model(**inputs)
         assert hook_count(model) == idle
     tuning.detach()
+
+
+def test_plain_rounds_keep_the_hook_where_rows_would_enter() -> None:
+    """The call of every layer is noted once; after that a layer that nothing passes has no hook of ours."""
+    model, counts = target("qwen3", "sdpa"), []
+
+    class Counting(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            counts.append(sum(map(hook_count, decoder_layers(model)[-2:])))
+            return scores
+
+    view = guided(tiny_flexdraft(model), Guide(), budget=1)
+    options: dict[str, Any] = {"logits_processor": LogitsProcessorList([Counting()]), **GREEDY}
+    run(model, prompt(12), max_new_tokens=8, assistant_model=view, **options)
+    # Of both layers' entries and ways out the first entry stays.
+    assert counts[1:] == [counts[0] - 3] * 7
 
 
 def test_idle_hooks_change_no_bit() -> None:

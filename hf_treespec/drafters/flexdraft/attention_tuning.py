@@ -6,7 +6,8 @@ see what the clean row they hang on sees, and their own group both ways; no clea
 
 Rows that ride are put in by forward hooks: no module is replaced, no forward copied, no cache patched. Hooks act in
 the context that attached them alone, and there in forwards that mask rows ride in; every other forward passes through
-them untouched. Rows that pass a layer alone take a view of it, which shares all but the projections.
+them untouched, and while nothing rides most of them are gone. Rows that pass a layer alone take a view of it, which
+shares all but the projections.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class AttentionTuning:
         #: The target's projections, each with how mask rows compute it, and the hooks on them.
         self._projections: list[tuple[nn.Module, nn.Module]] = []
         self._projection_handles: list[Any] = []
+        self._layer_handles: list[Any] = []
         #: The layers as mask rows take them by themselves.
         self._views: list[LayerView] = []
         self._before: AttentionTuning | None = None
@@ -116,14 +118,9 @@ class AttentionTuning:
         try:
             for rotary in rotaries_of(self._decoder):
                 self._handles.append(rotary.register_forward_hook(self._note_rope, with_kwargs=True))
+            self._handles.append(self._hook_entry(0))
+            self._reach_layers()
             for index, layer in enumerate(self._layers):
-                self._handles.append(
-                    layer.register_forward_pre_hook(functools.partial(self._enter, index), with_kwargs=True)
-                )
-                # Before all others: those that look at the layer's output are to see clean rows only.
-                self._handles.append(
-                    layer.register_forward_hook(functools.partial(self._leave, index), with_kwargs=True, prepend=True)
-                )
                 tuned = self._tuned[index].self_attn
                 assert isinstance(tuned, nn.Module)
                 bases = projections_of(attention_of(layer))
@@ -140,6 +137,7 @@ class AttentionTuning:
     def detach(self) -> None:
         """Removes the hooks; safe to call again."""
         self._leave_projections()
+        self._leave_layers()
         for handle in self._handles:
             handle.remove()
         self._handles, self._projections, self._views = [], [], []
@@ -150,8 +148,28 @@ class AttentionTuning:
             _IN_FORCE.set(self._before)
         self._before = None
 
+    # Every hook costs every forward, and most of them only rows that ride need.
+
+    def _hook_entry(self, index: int) -> Any:
+        enter = functools.partial(self._enter, index)
+        return self._layers[index].register_forward_pre_hook(enter, with_kwargs=True)
+
+    def _reach_layers(self) -> None:
+        if self._layer_handles:
+            return
+        for index, layer in enumerate(self._layers):
+            if index:
+                self._layer_handles.append(self._hook_entry(index))
+            # Before all others: those that look at the layer's output are to see clean rows only.
+            leave = functools.partial(self._leave, index)
+            self._layer_handles.append(layer.register_forward_hook(leave, with_kwargs=True, prepend=True))
+
+    def _leave_layers(self) -> None:
+        for handle in self._layer_handles:
+            handle.remove()
+        self._layer_handles = []
+
     def _reach_projections(self) -> None:
-        """Hooks the projections, which only riding rows need: there are many, and every hook costs every forward."""
         if self._projection_handles:
             return
         for base, own in self._projections:
@@ -169,8 +187,10 @@ class AttentionTuning:
     def board(self, rows: MaskRows | None) -> None:
         """Lets rows ride in the next forward of the target in this context; None = let nothing ride."""
         self._ride = None if rows is None else Ride(rows)
-        if rows is not None and self._variant == "joint":
-            self._reach_projections()
+        if rows is not None:
+            self._reach_layers()
+            if self._variant == "joint":
+                self._reach_projections()
         self._routing = self.hidden = None
 
     @contextmanager
@@ -255,8 +275,8 @@ class AttentionTuning:
         self._note_call(index, kwargs)
         ride = self._ride
         if ride is None:
-            if self._projection_handles:
-                self._leave_projections()
+            if index == 0:
+                self._stand_back()
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -273,6 +293,13 @@ class AttentionTuning:
             ride.clean_call[name] = kwargs[name] = _Tap(cache)
             ride.hidden = ride.enter(hidden)
         return (hidden,), kwargs
+
+    def _stand_back(self) -> None:
+        """Leaves a forward that nothing rides in what hooks it can do without, before it comes to them."""
+        self._leave_projections()
+        if len(self._layer_calls) == len(self._layers):
+            self._leave_layers()
+            self._rope_calls = []
 
     def _joined(
         self, ride: Ride, index: int, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any], call: RopeCall
