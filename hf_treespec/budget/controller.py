@@ -195,6 +195,12 @@ class BudgetController(BudgetPolicy):
         self.reason = "looking around"
         return beside
 
+    def record_all(self, records: Sequence[RoundRecord]) -> None:
+        if len(records) > 1 and self._pace().paused and not any(record.drafted for record in records):
+            # Nothing is decided by one of them, and a forward of a small model is not much longer than a lesson.
+            records = [RoundRecord.of_plain(records)]
+        super().record_all(records)
+
     def record(self, record: RoundRecord) -> None:
         expected = self._expected.popleft() if record.drafted and self._expected else None
         self._batch = record.batch
@@ -202,7 +208,9 @@ class BudgetController(BudgetPolicy):
             self.acceptance.record(record.promised, record.accepted)
             return
         if self._calibration is None:
-            self.latency.update(record.nodes, record.context, record.batch, record.verify_ms, record.kind)
+            self.latency.update(
+                record.nodes, record.context, record.batch, record.verify_ms, record.kind, record.rounds
+            )
             record = record.at(1 / self.latency.slowdown)
         pace = self._pace()
         tokens = record.progress
@@ -218,9 +226,9 @@ class BudgetController(BudgetPolicy):
             if record.drafted:
                 curve = self.latency.steady_curve(record.nodes, record.context, record.batch, *record.kind)
                 usual = pace.fixed_ms + float(curve[-1])
-            pace.count(tokens, min(record.total_ms, _RATE_CLIP * usual))
+            pace.count(tokens, min(record.total_ms, _RATE_CLIP * usual) * record.rounds, record.rounds)
             if not record.drafted:
-                pace.left = max(pace.left - 1, 0)
+                pace.left = max(pace.left - record.rounds, 0)
             elif expected is not None:
                 rate = pace.rate_over(plain)
                 threshold = 1 - rate * plain

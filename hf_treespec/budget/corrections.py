@@ -37,6 +37,8 @@ CALIBRATION_NOISE, ROUND_NOISE = 0.05, 0.1
 CALIBRATION_FREEDOM, _FREEDOM = 1e9, 4.0
 #: Standard deviations that two errors of a size in a row have to be off by for a change to be believed.
 _SURPRISE = 2.5
+#: Forwards whose median bears itself out.
+_BORNE_OUT = 3
 #: Standard deviation, in log, of what a round changes: of the machine's speed, and of a knot.
 _DRIFT_STEP, _KNOT_STEP = 0.02, 0.001
 #: How well a stored drift is known in another process, in log.
@@ -108,6 +110,7 @@ class Corrections:
         longer: float = 0.0,
         noise: float = ROUND_NOISE,
         freedom: float = _FREEDOM,
+        forwards: int = 1,
     ) -> None:
         """Learns from a forward.
 
@@ -118,12 +121,14 @@ class Corrections:
             longer: x, the log of that prediction over the one at the context of the fit.
             noise: Standard deviation of that.
             freedom: Degrees of freedom of Student's t; the more, the less an error is taken for an outlier.
+            forwards: Forwards of the size whose median it is: of several, no outlier is the median.
         """
+        noise /= math.sqrt(forwards)
         if kind not in self._kinds:
             self._add(kind)
         places, weights = self._read(kind, rows, longer)
         error = log - float(weights @ self._mean[places])
-        lasting = self._lasting(kind, rows, error)
+        lasting = self._lasting(kind, rows, error) if forwards < _BORNE_OUT else abs(error)
         covered, expected = self._covered(places, weights)
         if lasting > _SURPRISE * math.sqrt(expected + noise**2):
             # Either the machine or this size has changed: what other sizes take will tell.
@@ -145,11 +150,11 @@ class Corrections:
         self._errors[kind, rows] = error
         return min(abs(error), abs(last)) if error * last > 0 else 0.0
 
-    def pass_time(self) -> None:
-        """Lets a round go by, after which less is certain."""
-        self._covariance[0, 0] += _DRIFT_STEP**2
+    def pass_time(self, rounds: int = 1) -> None:
+        """Lets rounds go by, after which less is certain."""
+        self._covariance[0, 0] += rounds * _DRIFT_STEP**2
         diagonal = self._covariance.reshape(-1)[:: len(self._mean) + 1]
-        diagonal[_SHARED:] += _KNOT_STEP**2
+        diagonal[_SHARED:] += rounds * _KNOT_STEP**2
 
     def to_pair(self) -> list[float]:
         """Mean and standard deviation of `s`."""

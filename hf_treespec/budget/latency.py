@@ -165,16 +165,18 @@ class LatencyModel:
         kind = ForwardKind(self._splits(riding)[0] if split is None else split, riding)
         return kind in self._corrections.kinds and self._corrections.known(kind, rows * batch)
 
-    def update(self, rows: int, context: int, batch: int, ms: float, kind: ForwardKind = USUAL) -> None:
-        """Corrects the model by a measured forward; a single outlier moves nothing by 2 %."""
+    def update(
+        self, rows: int, context: int, batch: int, ms: float, kind: ForwardKind = USUAL, forwards: int = 1
+    ) -> None:
+        """Corrects the model by a measured forward, or the median of several; one outlier moves nothing by 2 %."""
         if not self.online or not ms > 0 or not math.isfinite(ms):
             return
         point = LatencyPoint(rows, context, batch, ms, kind)
         if self._roofline is None:
             self.fit([point])
             return
-        self._corrections.pass_time()
-        self._corrections.observe(kind, rows * batch, *self._log_ratio(point))
+        self._corrections.pass_time(forwards)
+        self._corrections.observe(kind, rows * batch, *self._log_ratio(point), forwards=forwards)
         self._curves.clear()
 
     def to_dict(self) -> dict[str, Any]:

@@ -51,9 +51,9 @@ class RunningMean:
         self.share = (1 - gain) ** 2 * self.share + gain**2
         self.value += gain * (value - self.value)
 
-    def add_time(self, ms: float) -> None:
+    def add_time(self, ms: float, gain: float = 0.0) -> None:
         """Adds a duration; one far above the mean counts as far as the mean allows."""
-        self.add(min(ms, _CLIP * self.value) if self.count > 1 and self.value > 0 else ms)
+        self.add(min(ms, _CLIP * self.value) if self.count > 1 and self.value > 0 else ms, gain)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Pace:
             self.other.add_time(record.other_ms)
             self.yielded.add(record.progress)
         else:
-            self.other_plain.add_time(record.other_ms)
+            self.other_plain.add_time(record.other_ms, _GAIN * record.rounds)
 
     def _start_over(self, riding: bool) -> None:
         """Drafts another way from now on, whose durations soon outvote the old ones."""
@@ -145,10 +145,11 @@ class Pace:
         self.due = _RATE_KEPT * self.due + kept_prior + expected - 1
         self.came = _RATE_KEPT * self.came + kept_prior + tokens - 1
 
-    def count(self, tokens: float, ms: float) -> None:
-        """Takes a round into the running rate."""
-        self.tokens = _RATE_KEPT * self.tokens + tokens
-        self.ms = _RATE_KEPT * self.ms + ms
+    def count(self, tokens: float, ms: float, rounds: int = 1) -> None:
+        """Takes a round, or several together, into the running rate."""
+        kept = _RATE_KEPT**rounds
+        self.tokens = kept * self.tokens + tokens
+        self.ms = kept * self.ms + ms
 
     def pays(self, plain: float) -> bool:
         """Whether drafted rounds have lately been quicker a token than a plain one of `plain` milliseconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ class RoundRecord:
         accepted: Walks that reached each depth, as long.
         kind: What the forward was beside its size.
         trial: Whether the drafter tried a way of drafting that it may not go on with, which durations are then of.
+        rounds: Plain rounds, one after the other, that the record stands for; its durations are their medians.
     """
 
     nodes: int
@@ -48,6 +50,7 @@ class RoundRecord:
     accepted: list[int]
     kind: ForwardKind = USUAL
     trial: bool = False
+    rounds: int = 1
 
     @property
     def total_ms(self) -> float:
@@ -58,12 +61,25 @@ class RoundRecord:
         draft_ms, verify_ms, other_ms = (ms * speed for ms in (self.draft_ms, self.verify_ms, self.other_ms))
         return replace(self, draft_ms=draft_ms, verify_ms=verify_ms, other_ms=other_ms)
 
+    @classmethod
+    def of_plain(cls, records: Sequence[RoundRecord]) -> RoundRecord:
+        """One record for plain rounds one after the other."""
+        return replace(
+            records[0],
+            verify_ms=statistics.median(record.verify_ms for record in records),
+            other_ms=statistics.median(record.other_ms for record in records),
+            tokens=sum(record.tokens for record in records),
+            progress=sum(record.progress for record in records),
+            live=max(record.live for record in records),
+            rounds=len(records),
+        )
+
 
 class BudgetPolicy(ABC):
     """Decides, round by round, whether to draft and how much of the expanded tree to verify.
 
-    The order of calls: `begin`, then a round at a time `should_draft`, `choose` if it drafts, and `record`. A round
-    that was decided but never recorded changes nothing.
+    The order of calls: `begin`, then a round at a time `should_draft`, `choose` if it drafts, and `record`, or for
+    rounds that `patience` waited with `record_all`. A round that was decided but never recorded changes nothing.
     """
 
     #: Most rows that any round may verify.
@@ -129,6 +145,11 @@ class BudgetPolicy(ABC):
 
     def record(self, record: RoundRecord) -> None:
         """Learns from a finished round."""
+
+    def record_all(self, records: Sequence[RoundRecord]) -> None:
+        """Learns from finished rounds, in order, of which nothing was decided since the first."""
+        for record in records:
+            self.record(record)
 
 
 class FixedBudget(BudgetPolicy):

@@ -317,10 +317,9 @@ class TreeDecoding:
         """
         if len(self._outcomes) < self.policy.patience and self.rows.live():
             return
-        for times in self.clock.finished():
-            record = self._outcomes.popleft().record(times, self.batch_size)
-            self.report.verify_ms_history.append(record.verify_ms)
-            self.policy.record(record)
+        records = [self._outcomes.popleft().record(times, self.batch_size) for times in self.clock.finished()]
+        self.report.verify_ms_history += [record.verify_ms for record in records]
+        self.policy.record_all(records)
 
     def _leads(self, live: list[int]) -> list[int]:
         """Tokens that each live row is ahead of the slowest."""

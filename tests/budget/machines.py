@@ -200,8 +200,7 @@ def simulate(
             )
         )
         if len(records) >= policy.patience:
-            for record in records:
-                policy.record(record)
+            policy.record_all(records)
             records.clear()
         run.reasons.append(policy.reason)
         context += int(drawn / batch) if grows else 0

@@ -227,6 +227,28 @@ def test_riding_rows_are_no_slower_machine() -> None:
     assert found[Mixed][1] > 1.2
 
 
+def test_a_pause_is_learned_from_as_round_by_round() -> None:
+    """Plain rounds taken together leave the controller where single ones do; one that was held up moves nothing."""
+    together, apart = BudgetController(LatencyModel(DENSE)), BudgetController(LatencyModel(DENSE))
+    rounds = []
+    for controller in (together, apart):
+        while not controller._pace().paused:
+            simulate(controller, Machine(cpu, 20.0), POOR, 8, context=CONTEXT, grows=False)
+        controller._pace().left = 128
+    draw = np.random.default_rng(0)
+    for turn in range(64):
+        ms = 98.0 * math.exp(0.03 * draw.standard_normal()) * (6.0 if turn % 16 == 7 else 1.0)
+        rounds.append(RoundRecord(1, False, 1, 1, CONTEXT, 0.0, ms, 0.4, 1, 1, [0.0], [0]))
+    for start in range(0, 64, 16):
+        together.record_all(rounds[start : start + 16])
+    for record in rounds:
+        apart.record(record)
+    assert together._pace().left == apart._pace().left == 64
+    for of in (lambda c: c.latency.predict(1, CONTEXT), lambda c: c._pace().plain_other, lambda c: c.rate):
+        assert of(together) == pytest.approx(of(apart), rel=0.05)
+    assert together.latency.predict(1, CONTEXT) == pytest.approx(98.0, rel=0.03)
+
+
 def test_another_way_to_draft_has_its_own_durations() -> None:
     pace = Pace()
     for riding, draft_ms in ((True, 1.0), (False, 9.0)):
