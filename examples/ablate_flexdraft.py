@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_flexdraft import train
+from train_flexdraft import fresh, train
 from train_treeflash import PROMPT_LENGTH, SEED, TEMPERATURE
 from transformers import PreTrainedModel
 
@@ -130,12 +130,12 @@ def layers(
         folder = work / f"layers-{count}"
         done = folder / "metrics.json"
         if not done.exists():
-            _, metrics = train(
+            metrics = train(
+                fresh(target, written, count),
                 target,
                 written,
                 held_out,
                 folder / "run",
-                layers=count,
                 batch_size=2,
                 tree_nodes=TREE_NODES,
                 max_steps=steps,

@@ -24,13 +24,25 @@ from hf_treespec.drafters.flexdraft import FlexDraftDrafter
 from hf_treespec.training.flexdraft import initialise_from_text, train_flexdraft
 
 
-def train(
-    target: PreTrainedModel, written: np.ndarray, held_out: np.ndarray, folder: Path, *, layers: int, **run: Any
-) -> tuple[FlexDraftDrafter, dict[str, float]]:
-    """A drafter of the target's last layers and its held-out figures; `run` is what `train_flexdraft` takes."""
+def fresh(target: PreTrainedModel, written: np.ndarray, layers: int) -> FlexDraftDrafter:
+    """An untrained drafter of the target's last layers."""
     torch.manual_seed(SEED)
     drafter = FlexDraftDrafter.from_target(target, layers, block_size=8, calibration_rank=256).float()
     initialise_from_text(drafter, target, written[:8])
+    return drafter
+
+
+def train(
+    drafter: FlexDraftDrafter,
+    target: PreTrainedModel,
+    written: np.ndarray,
+    held_out: np.ndarray,
+    folder: Path,
+    *,
+    learning_rate: float = 1e-2,
+    **run: Any,
+) -> dict[str, float]:
+    """Trains a drafter and returns its held-out figures; `run` is what `train_flexdraft` takes."""
     metrics = train_flexdraft(
         drafter,
         target,
@@ -41,11 +53,11 @@ def train(
         temperature=TEMPERATURE,
         anchors=64,
         optimizer="muon",
-        learning_rate=1e-2,
+        learning_rate=learning_rate,
         seed=SEED,
         **run,
     )
-    return drafter, metrics
+    return metrics
 
 
 def main() -> None:
@@ -53,6 +65,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=6, help="last layers of the target's 12 to draft in")
     parser.add_argument("--steps", type=int, default=3200, help="steps of the attention")
+    parser.add_argument("--start", type=Path, help="drafter of an earlier run to go on from")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="Muon's peak")
     parser.add_argument("--calibration-steps", type=int, default=800)
     parser.add_argument("--calibration-batch-size", type=int, default=8, help="texts a step of the calibration")
     parser.add_argument("--sequences", type=int, default=2176, help="texts to train on")
@@ -69,12 +83,17 @@ def main() -> None:
 
     target, _, tokenizer = embedded.load()
     written, held_out = gather(arguments, target, tokenizer)
-    drafter, metrics = train(
+    if arguments.start is None:
+        drafter = fresh(target, written, arguments.layers)
+    else:
+        drafter = FlexDraftDrafter.from_pretrained(arguments.start, dtype=torch.float32)
+    metrics = train(
+        drafter,
         target,
         written,
         held_out,
         work / "run",
-        layers=arguments.layers,
+        learning_rate=arguments.learning_rate,
         batch_size=arguments.batch_size,
         tree_nodes=(8, 16, 32),
         max_steps=arguments.steps,
