@@ -43,7 +43,7 @@ def train(
     **run: Any,
 ) -> dict[str, float]:
     """Trains a drafter and returns its held-out figures; `run` is what `train_flexdraft` takes."""
-    metrics = train_flexdraft(
+    return train_flexdraft(
         drafter,
         target,
         written,
@@ -57,7 +57,6 @@ def train(
         seed=SEED,
         **run,
     )
-    return metrics
 
 
 def main() -> None:
